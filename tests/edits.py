@@ -24,3 +24,17 @@ def weights_in(folder: Path) -> Iterator[dict[str, Tensor]]:
     yield tensors
     file.unlink()
     save_file(tensors, file, {"format": "pt"})
+
+
+def linked(source: Path, folder: Path, *left_out: str) -> Path:
+    """A new `folder` with links to all files of `source`, but for some."""
+    folder.mkdir()
+    for path in source.iterdir():
+        if path.name not in left_out:
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """Of all that lies in it; None of a folder."""
+    return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}

@@ -141,16 +141,6 @@ def test_what_was_not_measured_is_not_there(silu_llama, tmp_path, text_file):
     assert "## Speed\n\nNot measured." in card_of(tmp_path / "out")[1]
 
 
-def test_a_base_on_a_hub_is_named(sparse, tmp_path):
-    config = json.loads((sparse / "config.json").read_text())
-    config["twell"]["source"] = "owner/model"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    write_card(tmp_path, "name", tmp_path)
-    front, text = card_of(tmp_path)
-    assert (front["base_model"], front["base_model_relation"]) == ("owner/model", "finetune")
-    assert "(https://huggingface.co/owner/model)" in text
-
-
 def test_hostile_reports_and_tasks_mean_nothing(sparse, tmp_path):
     (tmp_path / "config.json").write_text((sparse / "config.json").read_text())
     report = json.loads((sparse / "twell_finetune.json").read_text())

@@ -175,12 +175,3 @@ def test_usage(refusal, words, message):
     said = refusal(*words, code=2)
     assert message in said
     assert "--help" in said
-
-
-def test_the_real_model(real_model, cli, tmp_path):
-    code, _, err = cli("convert", real_model, tmp_path / "out")
-    assert (code, err) == (0, [])
-    ids = torch.randint(0, 500, (1, 64), generator=torch.Generator().manual_seed(0))
-    expected = AutoModelForCausalLM.from_pretrained(real_model, hidden_act="relu")(ids).logits
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(model(ids).logits, expected)

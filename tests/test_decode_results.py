@@ -11,7 +11,7 @@ from small_benches import decode_form
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from twellctl.bench import decode_runs as runs
-from twellctl.bench.decode_floors import copy_bandwidth, ffn_bytes, screened_gate, step_bytes
+from twellctl.bench.decode_floors import ffn_bytes, screened_gate, step_bytes
 from twellctl.bench.decode_judge import judge
 from twellctl.bench.decode_results import DecodeBench, DecodeModel, DecodePoint
 from twellctl.bench.random_model import make_model, open_shape
@@ -121,10 +121,6 @@ def test_the_floor_of_a_step(tied):
     assert step_bytes(model, None, 5) == 2 * dense - of_layers + scales
     skipped = 64 * 192 * 2 * (0.5 + 0.75 + 1)
     assert step_bytes(model, (0.5, 0.25, 0.0), 5) == 2 * dense - of_layers + scales - skipped
-
-
-def test_copies_have_a_bandwidth():
-    assert 1e8 < copy_bandwidth(torch.device("cpu")) < 1e13
 
 
 # ---- results ----

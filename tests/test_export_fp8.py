@@ -14,8 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from twellctl.bundle.twell_bundle import read_bundle
-from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_linear
-from twellctl.bundle.twell_fp8_linear import Fp8Linear
+from twellctl.bundle.twell_fp8 import E4M3
 from twellctl.convert import convert
 from twellctl.doctor import doctor
 from twellctl.errors import TwellError
@@ -145,19 +144,6 @@ def test_what_is_saved_again_is_the_same_export(exports, loaded_alone, family):
     manifest = json.loads((saved / "twell_manifest.json").read_text())
     assert set(manifest["weights_sha256"]) == set(open_checkpoint(saved).shards)
     read_bundle(saved)
-
-
-@torch.no_grad()
-def test_each_layer_is_the_judge_in_float32(exports):
-    model = load_model(open_checkpoint(exports["qwen2"]), dtype=torch.float32)
-    stored = dict(read_tensors(open_checkpoint(exports["qwen2"])))
-    for name, layer in model.named_modules():
-        if isinstance(layer, Fp8Linear):
-            x = torch.randn(5, layer.in_features)
-            parts = (stored.get(f"{name}.{part}") for part in ("weight", "weight_scale", "bias"))
-            values, scale, bias = parts
-            bias = None if bias is None else bias.float()
-            assert torch.equal(layer(x), fp8_linear(x, Fp8Weight(values, scale, bias)))
 
 
 @torch.no_grad()

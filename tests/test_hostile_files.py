@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from edits import json_in
+from edits import json_in, linked
 from mutations import in_a_safetensors_file
 
 from twellctl.convert import convert
@@ -56,10 +56,7 @@ def test_an_index_that_transformers_would_not_load(make_model, tmp_path):
 
 def spoilt(model: Path, folder: Path, changes: dict) -> Path:
     """A copy of `model` by links, with another config.json."""
-    folder.mkdir()
-    for path in model.iterdir():
-        if path.name != "config.json":
-            (folder / path.name).symlink_to(path)
+    linked(model, folder, "config.json")
     config = json.loads((model / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -163,7 +160,6 @@ def bomb() -> str:
         ("l1: 1:30.5\n", "l1 must be a number, got '1:30.5'"),
         (f"l1: [{'x, ' * 5000}]\n", "l1 must be a number, got ['x', 'x'"),
         ("? " + "k" * 5000 + "\n: 1\n", "unknown key kkkk"),
-        ("? [l1]\n: 1\n", "is not valid YAML"),
         ("l1: 1\n---\nl1: 2\n", "is not valid YAML"),
         ("data: 'a\\\n", "is not valid YAML"),
     ],

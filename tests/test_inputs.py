@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from edits import contents
 from finetune_runs import InterruptAt, assert_same_weights, small
 
 from twellctl.errors import TwellError
@@ -17,10 +18,6 @@ from twellctl.training.recipe import run_folder, save_recipe
 from twellctl.training.runs import drop_old_checkpoints, last_checkpoint, mark_complete
 
 pytestmark = pytest.mark.usefixtures("no_answers")
-
-
-def contents(folder: Path) -> dict[Path, bytes | None]:
-    return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """Files spoilt at random: one clear refusal each, or a later step takes what was taken."""
 
 import json
-from pathlib import Path
 from random import Random
 
 import pytest
+from edits import linked
 from mutations import in_a_safetensors_file, mutated
 from safetensors import safe_open
 
@@ -52,16 +52,13 @@ class Judge:
         assert self.refused > count // 4
 
 
-def linked(source: Path, folder: Path, *left_out: str) -> Path:
-    folder.mkdir()
-    for path in source.iterdir():
-        if path.name not in left_out:
-            (folder / path.name).symlink_to(path)
-    return folder
+@pytest.fixture
+def judge() -> Judge:
+    return Judge()
 
 
-def feed_configs(judge: Judge, relu: Path, folder: Path, count: int) -> None:
-    linked(relu, folder, "config.json")
+def test_configs(judge, relu_llama, tmp_path):
+    folder = linked(relu_llama, tmp_path / "model", "config.json")
 
     def take(content: bytes) -> None:
         (folder / "config.json").write_bytes(content)
@@ -71,13 +68,12 @@ def feed_configs(judge: Judge, relu: Path, folder: Path, count: int) -> None:
         exportable_skeleton(checkpoint)  # what export asks
         load_model(checkpoint)
 
-    judge.feed_mutations(take, (relu / "config.json").read_bytes(), count)
+    judge.feed_mutations(take, (relu_llama / "config.json").read_bytes(), 80)
 
 
-def feed_headers(judge: Judge, relu: Path, folder: Path, count: int) -> None:
-    folder.mkdir()
-    path = folder / "model.safetensors"
-    whole = (relu / "model.safetensors").read_bytes()
+def test_headers(judge, relu_llama, tmp_path):
+    path = tmp_path / "model.safetensors"
+    whole = (relu_llama / "model.safetensors").read_bytes()
     length = int.from_bytes(whole[:8], "little")
 
     def take(header: bytes) -> None:
@@ -88,34 +84,32 @@ def feed_headers(judge: Judge, relu: Path, folder: Path, count: int) -> None:
                 tensor.name: tensor.shape for tensor in tensors.values()
             }
 
-    judge.feed_mutations(take, whole[8 : 8 + length].strip(), count)
+    judge.feed_mutations(take, whole[8 : 8 + length].strip(), 150)
 
 
-def feed_indices(judge: Judge, silu: Path, folder: Path, count: int) -> None:
-    linked(silu, folder, INDEX)
+def test_indices(judge, make_model, tmp_path):
+    silu = make_model("llama", shard_size="40KB")
+    folder = linked(silu, tmp_path / "model", INDEX)
 
     def take(content: bytes) -> None:
         (folder / INDEX).write_bytes(content)
         read_shards("model", folder)
 
-    judge.feed_mutations(take, (silu / INDEX).read_bytes(), count)
+    judge.feed_mutations(take, (silu / INDEX).read_bytes(), 80)
 
 
-def feed_recipes(judge: Judge, folder: Path, count: int) -> None:
-    folder.mkdir()
-
+def test_recipes(judge, tmp_path):
     def take(content: bytes) -> None:
-        (folder / "mine.yaml").write_bytes(content)
-        recipe = resolve_recipe(folder / "mine.yaml")
-        save_recipe(recipe, folder / "saved.yaml")
-        assert resolve_recipe(folder / "saved.yaml") == recipe
+        (tmp_path / "mine.yaml").write_bytes(content)
+        recipe = resolve_recipe(tmp_path / "mine.yaml")
+        save_recipe(recipe, tmp_path / "saved.yaml")
+        assert resolve_recipe(tmp_path / "saved.yaml") == recipe
 
-    judge.feed_mutations(take, RECIPE.encode(), count)
+    judge.feed_mutations(take, RECIPE.encode(), 120)
 
 
-def feed_rows(judge: Judge, tokenizer, folder: Path, count: int) -> None:
-    folder.mkdir()
-    path = folder / "rows.jsonl"
+def test_rows(judge, tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
 
     def take(content: bytes) -> None:
         path.write_bytes(content)
@@ -123,10 +117,11 @@ def feed_rows(judge: Judge, tokenizer, folder: Path, count: int) -> None:
             assert tokens.min() >= 0
 
     for row in ROWS:
-        judge.feed_mutations(take, json.dumps(row, ensure_ascii=False).encode(), count // len(ROWS))
+        judge.feed_mutations(take, json.dumps(row, ensure_ascii=False).encode(), 60)
 
 
-def feed_manifests(judge: Judge, folder: Path, count: int) -> None:
+def test_manifests(judge, tmp_path):
+    folder = tmp_path / "export"
     write_bundle(folder, make_bundle({"a.py": b"1\n", "b/c.cu": b"2\n"}))
     manifest = (folder / MANIFEST).read_bytes()
 
@@ -134,33 +129,4 @@ def feed_manifests(judge: Judge, folder: Path, count: int) -> None:
         (folder / MANIFEST).write_bytes(content)
         read_bundle(folder)
 
-    judge.feed_mutations(take, manifest, count, refusal=ValueError)
-
-
-@pytest.fixture
-def judge() -> Judge:
-    return Judge()
-
-
-def test_configs(judge, relu_llama, tmp_path):
-    feed_configs(judge, relu_llama, tmp_path / "model", 80)
-
-
-def test_headers(judge, relu_llama, tmp_path):
-    feed_headers(judge, relu_llama, tmp_path / "model", 150)
-
-
-def test_indices(judge, make_model, tmp_path):
-    feed_indices(judge, make_model("llama", shard_size="40KB"), tmp_path / "model", 80)
-
-
-def test_recipes(judge, tmp_path):
-    feed_recipes(judge, tmp_path / "recipes", 120)
-
-
-def test_rows(judge, tokenizer, tmp_path):
-    feed_rows(judge, tokenizer, tmp_path / "rows", 120)
-
-
-def test_manifests(judge, tmp_path):
-    feed_manifests(judge, tmp_path / "export", 80)
+    judge.feed_mutations(take, manifest, 80, refusal=ValueError)

@@ -64,24 +64,14 @@ def test_matrices_of_layers_take_muons_step_the_rest_adamws(make_model, monkeypa
             assert change < 3.1 * 0.02, name
 
 
-def test_how_many_are_orthogonalised_together_changes_nothing(make_model, monkeypatch):
-    folder = make_model("llama")
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
-    for model, chunk in zip(models, (1, 1 << 26), strict=True):
-        stepped(model, chunk, monkeypatch)
-    for (name, one), other in zip(
-        models[0].named_parameters(), models[1].parameters(), strict=True
-    ):
-        assert torch.allclose(one, other, atol=1e-6), name
-
-
-def test_matrices_that_lie_by_columns_take_the_same_step_and_stay(make_model, monkeypatch):
+def test_however_many_go_together_and_lie_the_step_is_the_same(make_model, monkeypatch):
+    """One by one or together, by rows or by columns, as which they stay."""
     folder = make_model("llama")
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2)]
     down = [ffn.down_proj.weight for ffn in gated_ffns(models[1])]
     for weight in down:
         weight.data = weight.data.t().contiguous().t()
-    _, made = (stepped(model, 1 << 26, monkeypatch) for model in models)
+    _, made = (stepped(*given, monkeypatch) for given in zip(models, (1, 1 << 26), strict=True))
     for (name, one), other in zip(
         models[0].named_parameters(), models[1].parameters(), strict=True
     ):

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from edits import contents
 
 from twellctl.cli.command import telling
 from twellctl.convert import convert
@@ -21,10 +22,6 @@ convert_module = sys.modules["twellctl.convert"]
 @pytest.fixture
 def model(silu_llama, tmp_path) -> Path:
     return Path(shutil.copytree(silu_llama, tmp_path / "models" / "model"))
-
-
-def contents(folder: Path) -> dict[Path, bytes | None]:
-    return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
 @pytest.fixture
