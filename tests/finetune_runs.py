@@ -21,21 +21,32 @@ def small(text_file: Path, **changes) -> Recipe:
     return resolve_recipe(None, SMALL | {"data": [str(text_file)]} | changes)
 
 
-class InterruptAt(Progress):
-    """Sends this process Ctrl-C when a step ends."""
+class Watching(Progress):
+    """Calls `begun(trainer)` before the first step, and `step(trainer, state)` as each begins."""
 
-    def __init__(self, step: int):
-        self.step = step
+    def __init__(self, begun=lambda trainer: None, step=lambda trainer, state: None):
+        self.begun, self.step = begun, step
 
     def callback(self, trainer, recipe, num_neurons):
-        at = self.step
+        self.begun(trainer)
+        step = self.step
 
         class Hook(TrainerCallback):
             def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == at - 1:
-                    os.kill(os.getpid(), signal.SIGINT)
+                step(trainer, state)
 
         return Hook()
+
+
+class InterruptAt(Watching):
+    """Sends this process Ctrl-C when a step ends."""
+
+    def __init__(self, at: int):
+        def step(trainer, state):
+            if state.global_step == at - 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        super().__init__(step=step)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

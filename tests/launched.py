@@ -3,10 +3,23 @@
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 from compiled import compiled, parameter_bytes
 from torch import Tensor
 
 from twellctl.bundle.twell_spec import ENTRY_FILES
+from twellctl.bundle.twell_weights import FFN
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def zero_ffn(K: int, N: int, biases: bool, end: str = "") -> FFN:
+    """Weights of zeros; by `end` in e4m3, with scales."""
+    weights = [bf16(N, K).to(torch.float8_e4m3fn) if end else bf16(N, K) for _ in range(3)]
+    rest = [bf16(n) if biases else None for n in (N, N, K)]
+    return FFN(*weights, *rest, *(torch.ones(n) if end else None for n in (N, N, K)))
 
 
 class Map:

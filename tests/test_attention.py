@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launched import Launches, assert_taken
+from launched import Launches, assert_taken, bf16
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -12,10 +12,6 @@ from twellctl.decoding import attention
 CPU = torch.device("cpu")
 SHAPES = [(32, 32, 64), (32, 8, 128), (14, 2, 64), (9, 3, 64), (32, 32, 96), (71, 1, 64)]
 SHAPES += [(12, 4, 256), (8, 4, 256), (16, 16, 256), (32, 8, 160), (32, 32, 100)]
-
-
-def bf16(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.bfloat16)
 
 
 def arguments(H: int, Hkv: int, D: int, B: int = 3, W: int = 4) -> dict:

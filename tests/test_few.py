@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from compiled import compile_claims
-from launched import Launches, assert_taken
-from torch import Tensor
+from launched import Launches, assert_taken, bf16, zero_ffn
 
 from twellctl.bundle import twell_few
 from twellctl.bundle.twell_few import (
@@ -28,7 +27,6 @@ from twellctl.bundle.twell_few_walk import few_walk_entries
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES, entries_of
-from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
 A100 = Limits(108, 166912, (8, 0))
@@ -42,16 +40,9 @@ NEURONS = [8, 16, 24, 520, 5632, 14336, 65536]
 
 def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, end="", **more):
     """What the FFN, few_gated and few_linear launch; `full`: with biases, a residual, counts."""
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-    x, biases = zeros(M, K), [zeros(n) if full else None for n in (N, N, K)]
-    weights = [zeros(N, K, dtype=torch.float8_e4m3fn if end else torch.bfloat16)] * 3
-    scales = [zeros(n, dtype=torch.float32) if end else None for n in (N, N, K)]
-    ffn = FFN(*weights, *biases, *scales)
-    residual = zeros(M, K) if full else None
-    counts = zeros(M, dtype=torch.int32) if full else None
+    x, ffn = bf16(M, K), zero_ffn(K, N, full, end)
+    residual = bf16(M, K) if full else None
+    counts = torch.zeros(M, dtype=torch.int32) if full else None
     kernels = Launches()
     y = few_union(kernels, limits, x, ffn, residual=residual, counts=counts, **more)
     hidden = few_gated(kernels, limits, x, ffn, counts=counts, **more)

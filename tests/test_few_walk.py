@@ -8,7 +8,7 @@ import pytest
 import torch
 from compiled import EVERY_CASE, compile_claims
 from emulated_kernels import EmulatedKernels, needs_emulator
-from launched import Launches, assert_taken
+from launched import Launches, assert_taken, bf16, zero_ffn
 
 from twellctl.bundle import twell_few_walk
 from twellctl.bundle.twell_few import few_kernels, few_pairs
@@ -21,7 +21,6 @@ from twellctl.bundle.twell_few_walk import (
 )
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES, WALK_SIZES
-from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
 OTHERS = [Limits(108, 166912, (8, 0)), Limits(148, 232448, (10, 0))]
@@ -39,14 +38,10 @@ def at_once(name: str, size: int, block: int, smem_bytes: int) -> int:
 
 def launched(M: int, K: int, N: int, *, full: bool = False, end: str = "", **how):
     """What few_pairs launches; `full`: with biases, a residual, counts."""
-    x, dtype = torch.zeros(M, K).bfloat16(), torch.float8_e4m3fn if end else torch.bfloat16
-    weights = [torch.empty(N, K, dtype=dtype) for _ in range(3)]
-    scales = [torch.zeros(n) if end else None for n in (N, N, K)]
-    biases = [torch.zeros(n, dtype=torch.bfloat16) if full else None for n in (N, N, K)]
+    x, ffn = bf16(M, K), zero_ffn(K, N, full, end)
     residual = torch.zeros_like(x) if full else None
     counts = torch.zeros(M, dtype=torch.int32) if full else None
     kernels = Launches()
-    ffn = FFN(*weights, *biases, *scales)
     y = few_pairs(kernels, H200, x, ffn, residual=residual, counts=counts, **how)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels

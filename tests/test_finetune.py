@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from edits import weights_in
-from finetune_runs import SMALL, InterruptAt, assert_same_weights, small, weights
-from transformers import AutoModelForCausalLM, TrainerCallback, masking_utils
+from finetune_runs import SMALL, InterruptAt, Watching, assert_same_weights, small, weights
+from transformers import AutoModelForCausalLM, masking_utils
 
 from twellctl.convert import convert
 from twellctl.errors import TwellError
@@ -96,14 +96,12 @@ def test_dtype_and_tied_weights_stay(make_model, text_file, tmp_path):
 
 
 def test_what_tensorboard_wrote_stays(relu_llama, text_file, tmp_path):
-    class Board(Progress):
-        def callback(self, trainer, recipe, num_neurons):
-            (Path(trainer.args.output_dir) / "runs").mkdir()
-            (Path(trainer.args.output_dir) / "runs" / "events").write_text("1")
-            return TrainerCallback()
+    def board(trainer):
+        (Path(trainer.args.output_dir) / "runs").mkdir()
+        (Path(trainer.args.output_dir) / "runs" / "events").write_text("1")
 
     recipe = small(text_file, max_steps=1)
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Board())
+    finetune(relu_llama, tmp_path / "out", recipe, progress=Watching(board))
     assert (tmp_path / "out" / "runs" / "events").read_text() == "1"
 
 
@@ -183,20 +181,15 @@ def test_no_recorded_part_is_left(relu_llama, text_file, tmp_path, ends):
     """Also where a run fails: a process that has one left would not end."""
     trainers = []
 
-    class Recorded(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            trainers[0]._captured = SimpleNamespace(takes=lambda *given: False)
-            if not ends:
-                raise TwellError("it went wrong")
-
-    class Keeping(Progress):
-        def callback(self, trainer, recipe, num_neurons):
-            trainers.append(trainer)
-            return Recorded()
+    def recorded(trainer, state):
+        trainers.append(trainer)
+        trainer._captured = SimpleNamespace(takes=lambda *given: False)
+        if not ends:
+            raise TwellError("it went wrong")
 
     recipe = small(text_file, max_steps=2)
     with contextlib.nullcontext() if ends else pytest.raises(TwellError, match="it went wrong"):
-        finetune(relu_llama, tmp_path / "out", recipe, progress=Keeping())
+        finetune(relu_llama, tmp_path / "out", recipe, progress=Watching(step=recorded))
     assert trainers[0]._captured is None
 
 

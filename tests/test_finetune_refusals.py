@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from edits import linked, weights_in
-from finetune_runs import SMALL, small
+from finetune_runs import SMALL, Watching, small
 from torch._dynamo.exc import TorchDynamoException
 
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.finetune import finetune
 from twellctl.training import runs
-from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe, run_folder
 
 pytestmark = pytest.mark.usefixtures("no_answers")
@@ -148,23 +147,14 @@ def test_a_target_out_of_reach_ends_with_a_sentence(success, relu_llama, text_fi
     assert f"density {reached:.2%} after 256 tokens" in stdout
 
 
-class SpoilGradient(Progress):
-    """Makes a gradient not finite at the first step."""
-
-    def __init__(self, parameter: str):
-        self.parameter = parameter
-
-    def callback(self, trainer, recipe, num_neurons):
-        parameter = trainer.model.get_parameter(self.parameter)
-        parameter.register_hook(lambda grad: grad * float("inf"))
-        return super().callback(trainer, recipe, num_neurons)
-
-
 def test_gradients_that_are_not_finite_are_named(relu_llama, text_file, tmp_path):
-    progress = SpoilGradient("model.layers.1.mlp.up_proj.weight")
+    def spoil(trainer):
+        parameter = trainer.model.get_parameter("model.layers.1.mlp.up_proj.weight")
+        parameter.register_hook(lambda grad: grad * float("inf"))
+
     said = "the gradient of model.layers.1.mlp.up_proj.weight was not finite at step 1"
     with pytest.raises(TwellError, match=said):
-        finetune(relu_llama, tmp_path / "out", small(text_file), progress=progress)
+        finetune(relu_llama, tmp_path / "out", small(text_file), progress=Watching(spoil))
 
 
 def test_layers_that_cannot_be_compiled(relu_llama, text_file, tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from edits import json_in, weights_in
-from finetune_runs import SMALL, small
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from finetune_runs import SMALL, Watching, small
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
@@ -102,18 +102,11 @@ def test_a_shipped_recipe_runs(pretrained, text_file, tmp_path, name):
 
 def test_warm_up_before_a_constant_rate(relu_llama, text_file, tmp_path):
     rates = []
-
-    class Rates(Progress):
-        def callback(self, trainer, recipe, num_neurons):
-            class Hook(TrainerCallback):
-                def on_step_begin(self, args, state, control, **kwargs):
-                    rates.append(trainer.optimizer.param_groups[0]["lr"] / recipe.learning_rate)
-
-            return Hook()
-
+    progress = Watching(step=lambda t, state: rates.append(t.optimizer.param_groups[0]["lr"]))
     recipe = small(text_file, lr_scheduler="constant", warmup_steps=4, max_steps=6)
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Rates())
-    assert rates == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
+    finetune(relu_llama, tmp_path / "out", recipe, progress=progress)
+    shares = [rate / recipe.learning_rate for rate in rates]
+    assert shares == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
 
 
 def test_every_step_of_every_epoch_is_whole(relu_llama, tmp_path):
@@ -121,19 +114,17 @@ def test_every_step_of_every_epoch_is_whole(relu_llama, tmp_path):
     text.write_text("".join(f"x{i} = {i}\n" for i in range(120)), encoding="utf-8")
     ids = []
 
-    class Seen(Progress):
-        def callback(self, trainer, recipe, num_neurons):
-            compute = trainer.compute_loss
+    def watched(trainer):
+        compute = trainer.compute_loss
 
-            def seeing(model, inputs, *args, **kwargs):
-                ids.append(len(inputs["input_ids"]))
-                return compute(model, inputs, *args, **kwargs)
+        def seeing(model, inputs, *args, **kwargs):
+            ids.append(len(inputs["input_ids"]))
+            return compute(model, inputs, *args, **kwargs)
 
-            trainer.compute_loss = seeing
-            return TrainerCallback()
+        trainer.compute_loss = seeing
 
     recipe = small(text, max_steps=None, epochs=2, eval_fraction=0, batch_size=4)
-    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Seen())
+    done = finetune(relu_llama, tmp_path / "out", recipe, progress=Watching(watched))
     assert sum(ids) * recipe.seq_len == done.num_tokens
     assert done.num_steps % 2 == 0
 
@@ -148,16 +139,9 @@ def test_a_lone_process_takes_one_of_two_gpus(relu_llama, text_file, tmp_path, m
     monkeypatch.setattr("twellctl.training.build.TrainingArguments", SeesTwoGpus)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     notes, sizes = [], []
-
-    class Seen(Progress):
-        def note(self, text):
-            notes.append(text)
-
-        def callback(self, trainer, recipe, num_neurons):
-            sizes.append(trainer.args.train_batch_size)
-            return TrainerCallback()
-
-    finetune(relu_llama, tmp_path / "out", small(text_file, max_steps=1), progress=Seen())
+    progress = Watching(lambda trainer: sizes.append(trainer.args.train_batch_size))
+    progress.note = notes.append
+    finetune(relu_llama, tmp_path / "out", small(text_file, max_steps=1), progress=progress)
     assert notes[0] == (
         "on one of 2 GPUs; on all: torchrun --nproc-per-node 2 -m twellctl finetune ..."
     )

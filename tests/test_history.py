@@ -4,12 +4,11 @@ import json
 
 import pytest
 import torch
-from finetune_runs import InterruptAt, small
-from transformers import AutoModelForCausalLM, TrainerCallback
+from finetune_runs import InterruptAt, Watching, small
+from transformers import AutoModelForCausalLM
 
 from twellctl.errors import UsageError
 from twellctl.finetune import Interrupted, finetune
-from twellctl.training.progress import Progress
 from twellctl.training.recipe import check_report_to, run_folder
 
 pytestmark = pytest.mark.usefixtures("no_answers")
@@ -49,17 +48,13 @@ def test_what_it_holds(whole):
 
 @pytest.mark.parametrize("share", [1.0, 0.25])  # of the loss
 def test_held_out_kl_is_that_to_the_teacher(silu_llama, relu_llama, text_file, tmp_path, share):
-    class Keeping(Progress):
-        def callback(self, trainer, recipe, num_neurons):
-            self.held_out = torch.stack([block["input_ids"] for block in trainer.eval_dataset])
-            return TrainerCallback()
-
-    progress = Keeping()
+    held_out = []
+    progress = Watching(lambda t: held_out.extend(block["input_ids"] for block in t.eval_dataset))
     recipe = small(text_file, max_steps=1, teacher_weight=share)
     finetune(relu_llama, tmp_path / "out", recipe, progress=progress)
     with torch.no_grad():
         q, p = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(progress.held_out)
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(torch.stack(held_out))
             .logits[:, :-1]
             .log_softmax(-1)
             for folder in (silu_llama, relu_llama)
@@ -97,18 +92,9 @@ def test_a_resumed_run_repeats_nothing(whole, relu_llama, text_file, tmp_path):
 
 
 def test_it_can_be_read_while_the_run_goes_on(relu_llama, text_file, tmp_path):
-    seen = []
-
-    class Reading(Progress):
-        def callback(self, trainer, recipe, num_neurons):
-            class Hook(TrainerCallback):
-                def on_step_begin(self, args, state, control, **kwargs):
-                    seen.append(len(rows(run_folder(tmp_path / "out"))))
-
-            return Hook()
-
-    recipe = small(text_file, max_steps=3, eval_steps=0)
-    finetune(relu_llama, tmp_path / "out", recipe, progress=Reading())
+    seen, out = [], tmp_path / "out"
+    progress = Watching(step=lambda *given: seen.append(len(rows(run_folder(out)))))
+    finetune(relu_llama, out, small(text_file, max_steps=3, eval_steps=0), progress=progress)
     assert seen == [1, 2, 3]
 
 

@@ -1,29 +1,24 @@
 """What is launched, without a GPU: the kernels' signatures, grids, and buffers large enough."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from launched import Launches, Map, assert_taken
+from launched import Launches, Map, assert_taken, bf16, zero_ffn
 from torch import Tensor
 
 from twellctl.bundle import twell_sequence, twell_walk
 from twellctl.bundle.twell_e4m3 import BARE_TOKENS, dense_e4m3_ffn, quantise_block
 from twellctl.bundle.twell_plan import Limits, chunk_tokens, hopper_cap, make_plan
 from twellctl.bundle.twell_sequence import hopper_ffn
-from twellctl.bundle.twell_weights import FFN
+from twellctl.bundle.twell_spec import E4M3_END
 
 H200 = Limits(132, 232448, (9, 0))
 
 
-def problem(M: int, K: int, N: int, biases: bool) -> tuple[Tensor, FFN]:
-    weights = [torch.zeros(N, K, dtype=torch.bfloat16) for _ in range(3)]
-    rest = [torch.zeros(n, dtype=torch.bfloat16) if biases else None for n in (N, N, K)]
-    return torch.zeros(M, K, dtype=torch.bfloat16), FFN(*weights, *rest)
-
-
 def launches(M: int, K: int, N: int, *, biases: bool = True) -> list[tuple]:
-    x, ffn = problem(M, K, N, biases)
-    kernels = Launches()
-    y = hopper_ffn(kernels, H200, x, ffn, 64)
+    kernels, x = Launches(), bf16(M, K)
+    y = hopper_ffn(kernels, H200, x, zero_ffn(K, N, biases), 64)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels.made
 
@@ -80,15 +75,11 @@ def test_long_inputs_go_in_chunks_and_heavy_rows_in_windows(monkeypatch):
 def launches_e4m3(
     M: int, K: int, N: int, *, biases: bool = True, dense=False, together=False
 ) -> list[tuple]:
-    x, ffn = problem(M, K, N, biases)
-    values = [w.to(torch.float8_e4m3fn) for w in (ffn.w_gate, ffn.w_up, ffn.w_down)]
-    scales, of_up = [torch.ones(n) for n in (N, N, K)], [ffn.b_gate, ffn.b_up]
-    if together:
-        values[:2] = torch.cat(values[:2]).chunk(2)
-        scales[:2] = torch.cat(scales[:2]).chunk(2)
-        of_up = torch.cat(of_up).chunk(2) if biases else of_up
-    ffn = FFN(*values, *of_up, ffn.b_down, *scales)
-    kernels = Launches()
+    kernels, x, ffn = Launches(), bf16(M, K), zero_ffn(K, N, biases, E4M3_END)
+    if together:  # whose gate and up lie behind one another
+        for part in ("w", "s", "b") if biases else ("w", "s"):
+            both = torch.cat([getattr(ffn, f"{part}_gate"), getattr(ffn, f"{part}_up")]).chunk(2)
+            ffn = replace(ffn, **{f"{part}_gate": both[0], f"{part}_up": both[1]})
     given = kernels, H200, x, ffn
     y = dense_e4m3_ffn(*given) if dense else hopper_ffn(*given, 64)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from launched import Launches, Map
+from launched import Launches, Map, bf16, zero_ffn
 from torch import Tensor
 
 from twellctl.bundle import twell_reasons, twell_sequence, twell_walk
@@ -13,7 +13,6 @@ from twellctl.bundle.twell_ffn import takes_training, train_ffn
 from twellctl.bundle.twell_grad_plan import make_grad_plan, training_cap
 from twellctl.bundle.twell_plan import Limits, make_plan
 from twellctl.bundle.twell_training import Wanted, backward, forward
-from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
 SHAPES = [
@@ -28,13 +27,10 @@ def maps(monkeypatch):
         monkeypatch.setattr(module, "tensor_map", Map)
 
 
-def passes(M: int, K: int, N: int, wanted: Wanted, dtype=torch.bfloat16, bias: bool = False):
+def passes(M: int, K: int, N: int, wanted: Wanted, dtype=torch.bfloat16):
     """Launches of both passes, and the gradients."""
-    weights = [torch.zeros(N, K, dtype=torch.bfloat16) for _ in range(3)]
-    b_down = torch.zeros(K, dtype=torch.bfloat16) if bias else None
-    ffn = FFN(*weights, None, None, b_down)
-    x, penalty = torch.zeros(M, K, dtype=torch.bfloat16), torch.zeros(1)
-    kernels = Launches()
+    kernels, x, penalty = Launches(), bf16(M, K), torch.zeros(1)
+    ffn = zero_ffn(K, N, biases=False)
     y, _, kept = forward(kernels, H200, x, ffn, 16)
     assert y.shape == x.shape
     run = functools.partial(backward, kernels, H200, x, ffn, torch.zeros_like(x), penalty, kept)
@@ -74,8 +70,7 @@ def test_both_passes_stay_within_their_memory(slots, monkeypatch):
     M, K, N = 16384, 2048, 5632
     x = torch.empty(M, K, dtype=torch.bfloat16)
     grad_y = torch.empty_like(x)
-    weights = [torch.empty(N, K, dtype=torch.bfloat16) for _ in range(3)]
-    ffn, penalty = FFN(*weights, None, None, None), torch.zeros(1)
+    ffn, penalty = zero_ffn(K, N, biases=False), torch.zeros(1)
     kernels = Launches()
     monkeypatch.setattr(kernels, "launch", lambda *args, **how: None)  # it holds no arguments
     cpu = [torch.profiler.ProfilerActivity.CPU]

@@ -1,15 +1,11 @@
 """The host side of the walk agrees with its kernels, and takes what it is faster for."""
 
-from dataclasses import replace
-
 import pytest
-import torch
-from launched import Launches, Map
+from launched import Launches, Map, bf16, zero_ffn
 
 from twellctl.bundle import twell_sequence, twell_walk
 from twellctl.bundle.twell_plan import Limits, hopper_cap
 from twellctl.bundle.twell_spec import E4M3_END, WALK_BATCH
-from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
 SHAPES = [(1, 64, 8), (70, 64, 96), (257, 2048, 520), (300, 64, 16384), (65, 14336, 520)]
@@ -22,16 +18,8 @@ def maps(monkeypatch):
 
 
 def launches(M: int, K: int, N: int, *, biases: bool = True, end: str = "") -> Launches:
-    weights = [torch.zeros(N, K, dtype=torch.bfloat16) for _ in range(3)]
-    rest = [torch.zeros(n, dtype=torch.bfloat16) if biases else None for n in (N, N, K)]
-    kernels, x = Launches(), torch.zeros(M, K, dtype=torch.bfloat16)
-    ffn = FFN(*weights, *rest)
-    if end:
-        values = (w.to(torch.float8_e4m3fn) for w in weights)
-        gate, up, down = (torch.ones(n) for n in (N, N, K))
-        ffn = replace(FFN(*values, *rest), s_gate=gate, s_up=up, s_down=down)
-    here = kernels, H200, x, ffn
-    y = twell_walk.walk_gate_ffn(*here)
+    kernels, x, ffn = Launches(), bf16(M, K), zero_ffn(K, N, biases, end)
+    y = twell_walk.walk_gate_ffn(kernels, H200, x, ffn)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compiled import compile_claims
-from launched import assert_taken
+from launched import assert_taken, bf16
 
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES
@@ -31,10 +31,6 @@ class Launches:
 
     def launch(self, *call, **how):
         self.call, self.how = call, how
-
-
-def bf16(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.bfloat16)
 
 
 def fp8_layer(window: int | None) -> DecoderLayer:

@@ -193,19 +193,17 @@ def test_what_it_cannot_drive_is_told(tiny, family, changes, said):
     assert said in HFDecoder.why_not(tiny(family, **changes))
 
 
-def test_dynamic_rotary_positions_are_those_of_generate(tiny, generated, prompts):
-    model = tiny(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+        ("mistral", {"attn_implementation": "eager"}),
+    ],
+)
+def test_dynamic_positions_and_eager_attention_too(tiny, generated, prompts, family, changes):
+    model = tiny(family, **changes)
     known = [generated(model, prompt, 20) for prompt in prompts]
-    scheduler = open_scheduler(model)
-    assert isinstance(scheduler.decoder, LoneDecoder)
-    assert greedy(scheduler, prompts, 20) == known
-
-
-def test_eager_attention_too(tiny, generated, prompts):
-    model = tiny("mistral", attn_implementation="eager")
-    assert greedy(open_scheduler(model), prompts, 20) == [
-        generated(model, prompt, 20) for prompt in prompts
-    ]
+    assert greedy(open_scheduler(model), prompts, 20) == known
 
 
 def test_a_cache_too_small_for_a_page_is_refused(tiny):
