@@ -110,7 +110,8 @@ def training_tokens(N: int, K: int, slots: int, limits: Limits) -> int:
 
 
 def training_cap(N: int) -> int:
-    """Pairs beyond which a row is cheaper densely, forward and backward."""
+    """Pairs that a row has room for, on the average over its group: the fullest rows of a group
+    without room are heavy, for they are cheaper densely, forward and backward."""
     return min(round_up(N, spec.GROUP), round_up(max(128, ceil_div(N, 32)), spec.GROUP))
 
 
