@@ -1,7 +1,7 @@
 """What the files of a model hold, for a test to change."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,3 +38,9 @@ def linked(source: Path, folder: Path, *left_out: str) -> Path:
 def contents(folder: Path) -> dict[Path, bytes | None]:
     """Of all that lies in it; None of a folder."""
     return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+def jsonl(path: Path, rows: Iterable[dict]) -> Path:
+    """A file of these rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -14,6 +14,7 @@ import openai
 
 from twellctl.decoding.engine import EngineClosed, EngineStats, Sampling, Token
 from twellctl.serve_local import serve
+from twellctl.serving.plan import ServedModel
 
 PROMPT = "x = [1, 2, 3]\n"  # one that this model goes on from for long
 MESSAGES = [{"role": "user", "content": "What is a list?"}]
@@ -50,6 +51,11 @@ def running(served, *, api_key="none", **settings):
         thread.join(20)
         listener.close()
     assert not thread.is_alive()
+
+
+def serving(tokenizer, engine, **settings):
+    """`running` of a model that is called "model"."""
+    return running(ServedModel("model", tokenizer, engine), **settings)
 
 
 def told_at_start(process) -> dict[str, str]:

@@ -41,7 +41,6 @@ from twellctl.training.processes import check_same, from_all
 from twellctl.training.progress import Progress
 from twellctl.training.sharded_checkpoints import CheckpointWriter
 from twellctl.training.sharded_trainer import ShardedTrainer
-from twellctl.training.termination import answered
 
 ARGUMENTS = SimpleNamespace(
     learning_rate=0.01, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0
@@ -244,20 +243,6 @@ def same(what: dict) -> None:
     check_same({"text": 1, "recipe": 2} | (what if last else {}), "give all the same")
 
 
-def stuck(folder: str) -> None:
-    """The first process waits for the second one, in C++, when it gets SIGTERM."""
-    dist.init_process_group("gloo")
-    pids = from_all(os.getpid())
-    if dist.get_rank() == 0:
-        signal.signal(signal.SIGTERM, lambda *given: Path(folder, "handled").touch())
-        with answered(lambda: Path(folder, "told").touch(), seconds=0.5):
-            dist.barrier()
-        Path(folder, "left").touch()
-    time.sleep(0.5)
-    os.kill(pids[0], signal.SIGTERM)
-    time.sleep(2)
-
-
 def gradients(model: str, text: str, out: str, file: str) -> None:
     """The first process saves the gradients of a step of all."""
     one_step(model, text, out, micro_batch=2, checkpointing=True, gradients=file)
@@ -278,7 +263,7 @@ def command(*words: str) -> list:
         return [code, *(file.seek(0) or file.read() for file in (stdout, stderr))]
 
 
-JOBS = (muon, run, means, load, dry, slow_disk, same, stuck, gradients, command)
+JOBS = (muon, run, means, load, dry, slow_disk, same, gradients, command)
 JOBS = {job.__name__: job for job in JOBS}
 
 

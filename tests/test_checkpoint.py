@@ -76,8 +76,6 @@ def one_ffn(N: int, K: int, dtype: str = "BF16") -> dict[str, tuple[str, list[in
         ({"hidden_act": ..., "hidden_activation": "tanh"}, ("'tanh'", "silu")),
         ({"hidden_act": ..., "activation_function": "gelu"}, ("'gelu'", "take another")),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ("gptq", "original")),
-        ({"quantization_config": {"quant_method": "awq"}}, ("quantised (awq)", "original")),
-        ({"quantization_config": {"quant_method": "fp8"}}, ("quantised (fp8)", "original")),
         ({"quantization_config": {"load_in_4bit": True}}, ("quantised", "original")),
         ({"quantization_config": {"quant_method": "bitsandbytes"}},
          ("quantised (bitsandbytes)", "original")),

@@ -2,20 +2,25 @@
 
 import copy
 import json
+import time
 from dataclasses import replace
 
 import pytest
 import torch
+from history_decoder import HistoryDecoder, expected
 from shapes import write_config
 from small_benches import decode_form
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from twellctl.bench import decode_runs as runs
-from twellctl.bench.decode_floors import ffn_bytes, screened_gate, step_bytes
+from twellctl.bench.decode_floors import screened_gate, step_bytes
 from twellctl.bench.decode_judge import judge
 from twellctl.bench.decode_results import DecodeBench, DecodeModel, DecodePoint
+from twellctl.bench.decode_runs import timed_run
 from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bundle.twell_model import gated_ffns
+from twellctl.decoding.engine import EngineError
+from twellctl.decoding.scheduler import Scheduler
 from twellctl.firing.counts import FiredMeter
 from twellctl.models.quantised import round_model
 
@@ -87,12 +92,6 @@ def test_what_screened_gates_read():
     assert screened_gate(0.14, 0.1, 0.1) == pytest.approx(0.14 + 4.5 / 16)
     # two tokens that have nothing to do with each other
     assert screened_gate(0.14, 0.1, 0.19) == pytest.approx(1 - 0.86**2 + 4.5 / 16)
-
-
-def test_the_floor_of_an_ffn():
-    assert ffn_bytes(2048, 5632, 2) == 3 * 2048 * 5632 * 2
-    assert ffn_bytes(2048, 5632, 2, 0.0) == 2048 * 5632 * 2
-    assert ffn_bytes(1000, 200, 4, 0.25) == 1000 * 200 * 4 * 1.5
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -170,3 +169,38 @@ def test_wrong_tokens_are_told_and_never_break_the_json(shortfall):
     fp8 = [decode_form("dense FP8", 0.1, shortfall=shortfall) for shortfall in (0.4, 0.6)]
     (words,) = bench(DecodePoint(1, tuple(fp8), {})).wrong
     assert words.endswith("below the likeliest at batch 1, where rounding explains 0.5")
+
+
+# ---- steps that are timed
+
+
+class Slow(HistoryDecoder):
+    """A step takes ten milliseconds."""
+
+    def step(self, tokens, positions, tables):
+        time.sleep(0.01)
+        return super().step(tokens, positions, tables)
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_each_step_of_all_prompts_is_timed(count):
+    prompts = [[i] * 40 for i in range(count)]
+    eos = frozenset(expected(prompts[0], 3))
+    scheduler = Scheduler(Slow(), 40, 6, eos)
+    run = timed_run(scheduler, prompts, 20)
+    assert run.tokens == [expected(prompt, 20) for prompt in prompts]
+    assert scheduler.eos_tokens == eos
+    # first tokens come with the prompts, and rows that came first are a few steps ahead at last
+    assert 16 <= len(run.step_seconds) <= 19
+    assert 0.01 < sorted(run.step_seconds)[len(run.step_seconds) // 2] < 0.02
+    assert scheduler.pool.free == scheduler.pool.capacity
+
+
+def test_more_prompts_than_rows_are_refused():
+    with pytest.raises(EngineError, match="2 prompts can be continued at once, got 3"):
+        timed_run(Scheduler(HistoryDecoder(), 40, 2, frozenset()), [[1], [2], [3]], 5)
+
+
+def test_a_failure_is_raised():
+    with pytest.raises(EngineError, match="there is room for"):
+        timed_run(Scheduler(HistoryDecoder(), 4, 2, frozenset()), [[1]], 500)

@@ -9,13 +9,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_reasons
 from twellctl.bundle.twell_bundle import write_bundle
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import Limits
-from twellctl.cli.app import app
 from twellctl.doctor import doctor
 from twellctl.here import kernels as kernels_here
 from twellctl.here import machine
@@ -291,19 +289,11 @@ def test_a_library_that_does_not_fit(monkeypatch):
     assert "'torch<2.14,>=2.11'" in found[0].advice
 
 
-def run_doctor(*arguments):
-    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
-
-
-def test_folders(relu_llama, silu_llama, export_llama):
-    assert run_doctor().exit_code == 0
+def test_folders(success, relu_llama, silu_llama, export_llama):
+    success("doctor")
     for folder in (relu_llama, silu_llama):
-        done = run_doctor(folder)
-        assert done.exit_code == 0
-        assert "none: this is no export" in done.stdout
-    done = run_doctor(export_llama)
-    assert done.exit_code == 0
-    assert "files, intact: this twellctl's own" in done.stdout
+        assert "none: this is no export" in success("doctor", folder)[0]
+    assert "files, intact: this twellctl's own" in success("doctor", export_llama)[0]
 
 
 def test_a_bundle_that_only_its_own_manifest_knows(export_llama, monkeypatch):
@@ -380,12 +370,12 @@ def test_a_bundle_is_not_written_outside_its_folder(tmp_path):
         (lambda out: (out / "config.json").unlink(), "has no config.json"),
     ],
 )
-def test_broken_folders_are_named(exported, spoil, sentence):
+def test_broken_folders_are_named(cli, exported, spoil, sentence):
     spoil(exported)
-    done = run_doctor(exported)
-    assert done.exit_code == 1
-    assert sentence in str(done.exception)
-    assert str(exported) in str(done.exception)
+    code, _, err = cli("doctor", exported)
+    assert code == 1
+    assert sentence in err[-1]
+    assert str(exported) in err[-1]
 
 
 def test_a_lost_auto_map_is_named(exported, relu_llama):

@@ -1,11 +1,10 @@
 """eval on answers: what a model writes for tasks, and how far two models agree on answers."""
 
-import json
 import math
 
 import pytest
 import torch
-from edits import json_in
+from edits import json_in, jsonl
 from greedy import greedy
 from judged_runs import RUNS, curve
 from transformers import AutoModelForCausalLM
@@ -23,14 +22,9 @@ from twellctl.models.loading import load_model
 from twellctl.text.tokens import encode_prompt
 
 
-def lines(path, rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
 def prompts(tmp_path):
-    return lines(tmp_path / "prompts.jsonl", [{"prompt": f"What is {n}?"} for n in range(5)])
+    return jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"What is {n}?"} for n in range(5)])
 
 
 def test_answers_are_those_of_one_at_a_time(silu_llama, tokenizer):
@@ -166,9 +160,9 @@ def test_what_was_lost_is_counted_and_shown(cli, silu_llama, relu_llama, tmp_pat
     coded = {"prompt": "Write f, which is 1.", "entry_point": "f", "tests": "assert f() == 1"}
     as_humaneval = {"prompt": "Write f", "entry_point": "f"}
     as_humaneval |= {"test": "def check(candidate):\n    assert candidate() == 1"}
-    lines(tasks / "code.jsonl", [as_humaneval, coded])
+    jsonl(tasks / "code.jsonl", [as_humaneval, coded])
     squares = [{"prompt": f"{n} times {n}?", "answer": n * n} for n in (2, 3, 4)]
-    lines(tasks / "squares.jsonl", squares)
+    jsonl(tasks / "squares.jsonl", squares)
     words = ["eval", relu_llama, "--reference", silu_llama, "--tasks", tasks]
     assert cli(*words)[0] == 2
     assert "code: 2 programs that the model writes would be run with" in cli(*words)[2][-1]
@@ -190,7 +184,7 @@ def test_the_verdict_is_of_tasks_where_there_are_enough(
     silu_llama, relu_llama, tmp_path, monkeypatch
 ):
     scripted(monkeypatch, {"silu": ["4"] * 120, "relu": ["4"] * 90 + ["5"] * 30})
-    file = lines(tmp_path / "sums.jsonl", [{"prompt": "2 + 2?", "answer": "4"}] * 120)
+    file = jsonl(tmp_path / "sums.jsonl", [{"prompt": "2 + 2?", "answer": "4"}] * 120)
     done = evaluate(relu_llama, reference=silu_llama, tasks=file)
     assert (done.verdict.step, done.verdict.kept) == (3, 0.75)
     assert "90 tasks solved, 120 by the reference: 75% kept" in str(done.verdict)
@@ -216,7 +210,7 @@ def test_the_source_is_the_reference(silu_llama, tmp_path, monkeypatch, prompts)
 
 
 def test_code_is_not_run_without_limits(silu_llama, tmp_path, monkeypatch):
-    file = lines(tmp_path / "c.jsonl", [{"prompt": "f", "entry_point": "f", "tests": "f()"}])
+    file = jsonl(tmp_path / "c.jsonl", [{"prompt": "f", "entry_point": "f", "tests": "f()"}])
     monkeypatch.setattr(limited, "guards", lambda: limited.Guards("no seccomp here"))
     with pytest.raises(TwellError, match="no seccomp here: what a model writes is not run without"):
         evaluate(silu_llama, tasks=file, run_code=True)

@@ -3,7 +3,9 @@
 What must hold where twellctl is not installed runs in one child process, for all families at once.
 """
 
+import copy
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -16,12 +18,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from twellctl.bundle.twell_bundle import read_bundle
-from twellctl.bundle.twell_model import gated_ffns, read_as_relu
+from twellctl.bundle.twell_model import TwellFFN, gated_ffns, read_as_relu, twell_class
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export, parse_size
 from twellctl.firing.profiled import save_profile
 from twellctl.models.checkpoint import REPORT_FILE, open_checkpoint
+from twellctl.models.exportable import is_plain_ffn
 from twellctl.models.loading import fingerprint, form_factors, load_model
 from twellctl.models.silu_form import scaled
 from twellctl.profile import profile
@@ -392,3 +395,49 @@ def test_a_model_without_architectures(relu_llama, tmp_path):
         (tmp_path / "a/config.json").write_text(json.dumps(config | {"architectures": named}))
         done = export(tmp_path / "a", tmp_path / "b", overwrite=True)
         assert done.class_name == "TwellLlamaForCausalLM"
+
+
+def test_an_ffn_that_computes_more_is_not_exportable():
+    class Scaled(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(4, 6), nn.Linear(4, 6)
+            self.down_proj, self.act_fn, self.scale = nn.Linear(6, 4), nn.SiLU(), scale
+
+        def forward(self, x):
+            gate = self.act_fn(self.scale * self.gate_proj(x))
+            return self.down_proj(gate * self.up_proj(x))
+
+    assert is_plain_ffn(Scaled(1))
+    assert not is_plain_ffn(Scaled(2))
+
+
+def test_a_family_whose_ffn_computes_more_is_refused(make_model, tmp_path):
+    convert(make_model("falcon_h1", mlp_multipliers=[2.0, 1.0]), tmp_path / "relu")
+    with pytest.raises(TwellError, match="compute more than down"):
+        export(tmp_path / "relu", tmp_path / "out")
+
+
+def test_a_loaded_export_is_pickled(started, relu_llama, tmp_path):
+    export(relu_llama, tmp_path / "export")
+    model = twell_class("LlamaForCausalLM").from_pretrained(tmp_path / "export")
+    with torch.no_grad():
+        logits = model(IDS).logits
+        torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        for again in (loaded, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            ffn = again.model.layers[0].mlp
+            assert type(again) is type(model)
+            assert type(ffn) is type(model.model.layers[0].mlp)
+            assert isinstance(ffn, TwellFFN)
+            assert torch.equal(again(IDS).logits, logits)
+    torch.save(logits, tmp_path / "logits.pt")
+    elsewhere = (
+        "import torch\n"
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
+        "logits = model((torch.arange(34).view(2, 17) * 37) % 512).logits\n"
+        f"assert torch.equal(logits, torch.load({str(tmp_path / 'logits.pt')!r}))\n"
+    )
+    process = started("--version", code=elsewhere)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 0

@@ -9,10 +9,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import TextIO
 
 import pytest
 import torch
@@ -165,46 +163,29 @@ def test_a_run_folder_that_is_half_removed_is_in_nobodys_way(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-@pytest.fixture
-def as_by_torchrun(started):
+def test_ctrl_c_under_torchrun_saves_a_checkpoint(started, relu_llama, text_file, tmp_path):
     """Two processes with its environment, and its answer to Ctrl-C: SIGTERM behind it."""
-
-    def start(words: list[str]) -> tuple[Callable, Callable, TextIO]:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            told = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-        told |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        both = [started(*words, **told | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
-
-        def stop() -> None:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                for process in both:
-                    process.send_signal(number)
-
-        def wait() -> None:
-            both[0].wait()
-            both[1].send_signal(signal.SIGTERM)  # as torchrun ends those that are left
-            both[1].wait()
-
-        return stop, wait, both[0].stderr
-
-    return start
-
-
-def test_ctrl_c_under_torchrun_saves_a_checkpoint(as_by_torchrun, relu_llama, text_file, tmp_path):
     out = tmp_path / "out"
     settings = SMALL | {"max_steps": 3000, "eval_steps": 0, "eval_fraction": 0.0}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     words = ["finetune", str(relu_llama), str(out), "--teacher=none", f"--data={text_file}", *flags]
-    stop, wait, stderr = as_by_torchrun(words)
-    for line in stderr:
+    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        told["MASTER_PORT"] = str(free.getsockname()[1])
+    both = [started(*words, **told | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    for line in both[0].stderr:
         assert "Warning" not in line
         if re.match(r"step 5/", line):
-            stop()
             break
-    rest = stderr.read()
-    wait()
-    stderr.close()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        for process in both:
+            process.send_signal(number)
+    rest = both[0].stderr.read()
+    both[0].wait()
+    both[1].send_signal(signal.SIGTERM)  # as torchrun ends those that are left
+    both[1].wait()
+    both[0].stderr.close()
     assert "go on with the same command and --resume" in rest
     assert last_checkpoint(run_folder(out)) is not None
     assert not out.exists()

@@ -1,13 +1,13 @@
 """The operator over FP8 weights: which way it takes, and which layout of W_down that gets."""
 
-import contextlib
 import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from test_fp8 import spread, weight_of
-from test_ways import OF_HOPPER
+from test_ways import A100, H200, L4, OF_HOPPER
+from test_ways import as_on_a_gpu as on_a_gpu
 from torch import Tensor, nn
 
 from twellctl.bundle import (
@@ -16,7 +16,6 @@ from twellctl.bundle import (
     twell_model,
     twell_reasons,
     twell_route,
-    twell_ways,
 )
 from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
@@ -25,10 +24,7 @@ from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_ways import WAYS, Problem, Way, dense_products, ways_by_tokens, ways_of
 
-H200 = Limits(132, 232448, (9, 0))
 B200 = Limits(148, 232448, (10, 0))
-L4 = Limits(58, 101376, (8, 9))
-A100 = Limits(108, 166912, (8, 0))
 K, N = 128, 256
 
 
@@ -82,18 +78,11 @@ def operator(monkeypatch, tmp_path):
         call.timed.append(list(runs))
         return {f"{m} {name}": 0.1 + (name != "dense") for m in ("eager", "graph") for name in runs}
 
-    monkeypatch.setattr("twellctl.bundle.twell_ways.WAYS", tuple(map(way, WAYS)))
-    for module in (twell_ways, twell_reasons):
-        monkeypatch.setattr(module, "device_limits", lambda index: H200)
-    monkeypatch.setattr(twell_ways, "kernels_for", lambda sources, index: None)
+    on_a_gpu(monkeypatch, tmp_path, way, measure)
+    monkeypatch.setattr(twell_reasons, "device_limits", lambda index: H200)
     monkeypatch.setattr(twell_ffn, "takes_hopper_kernels", lambda index: True)
     monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(twell_route, "measure", measure)
-    monkeypatch.setattr(twell_route, "_choices", {})
-    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     return call
 
 

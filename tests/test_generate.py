@@ -147,9 +147,7 @@ def test_an_export_is_continued_as_its_model(relu_llama, text_file, tmp_path):
     [
         ({"max_tokens": 0}, "max-tokens must be >= 1, got 0"),
         ({"temperature": 2.5}, "temperature must be >= 0 and <= 2, got 2.5"),
-        ({"temperature": float("nan")}, "temperature must be finite, got nan"),
         ({"top_p": -0.1}, "top-p must be >= 0 and <= 1, got -0.1"),
-        ({"top_k": -1}, "top-k must be >= 0, got -1"),
         ({"seed": 2**63}, f"seed must be >= {-(2**63)} and <= {2**63 - 1}"),
         ({"prompt": "a \udcff"}, "the prompt is not valid Unicode"),
         ({"prompt": "", "chat": False}, "the prompt holds no token: give some text"),

@@ -5,7 +5,7 @@ a hurry, whose spills are not judged.
 """
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 from compiled import (
@@ -33,6 +33,7 @@ from twellctl.bundle.twell_spec import (
     SPEC,
     SPEC_NAME,
 )
+from twellctl.here.resources import kernel_files
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
@@ -136,3 +137,37 @@ def test_a_header_comes_from_memory(tmp_path, monkeypatch):
         "two.cuh": b"inline int two() { return 2; }",
     }
     assert b"k" in nvrtc(13).compile("one.cu", sources, "sm_90a").code
+
+
+# ---- the floors of kernels/: instructions at the bottom, then what kernels share, then kernels
+
+
+BELOW = {  # what a folder's files may include beside those of their own
+    "ptx": set(),
+    "tile": {"ptx"},
+    "ffn": {"tile", "ptx"},
+    "train": {"tile", "ptx"},
+    "decode": {"ffn", "tile", "ptx"},
+}
+FILES = {name: text.decode() for name, text in kernel_files().items()}
+
+
+def folder(name: str) -> str:
+    return PurePosixPath(name).parts[0]
+
+
+def test_every_source_lies_in_a_folder():
+    assert {folder(name) for name in FILES} == set(BELOW)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_includes_only_what_lies_below_it(name):
+    own = folder(name)
+    included = re.findall(r'^#include "(.+)"', FILES[name], re.MULTILINE)
+    assert {folder(path) for path in included if path != SPEC} <= BELOW[own] | {own}
+
+
+def test_inline_assembly_is_in_ptx_alone():
+    with_assembly = {name for name, text in FILES.items() if re.search(r"\basm\b", text)}
+    assert with_assembly
+    assert {folder(name) for name in with_assembly} == {"ptx"}

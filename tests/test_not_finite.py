@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from edits import weights_in
-from serving_client import Scripted, get, post, running
+from serving_client import Scripted, get, post, running, serving
 
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.hf_decoder import HFDecoder
@@ -18,7 +18,6 @@ from twellctl.files.strict_json import parse_json, to_json
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.serve_local import load_served_model
-from twellctl.serving.plan import ServedModel
 
 BROKEN = "model.layers.1.mlp.up_proj.weight"
 
@@ -99,8 +98,7 @@ def test_an_answer_never_holds_a_bare_nan(tokenizer):
         def logprob(self, token: int) -> float:
             return float("nan")
 
-    served = ServedModel("model", tokenizer, Nameless([5, 6]))
-    with running(served) as client:
+    with serving(tokenizer, Nameless([5, 6])) as client:
         asked = {"model": "model", "prompt": "x", "max_tokens": 2, "logprobs": 0}
         status, body = post(client, json.dumps(asked).encode())
     assert (status, body["error"]["code"]) == (500, "internal_error")

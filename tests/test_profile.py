@@ -11,10 +11,8 @@ import torch
 from edits import json_in
 from torch import nn
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from twellctl.bundle.twell_format import pack
-from twellctl.cli.app import app
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
@@ -164,18 +162,16 @@ def test_names_of_kinds(relu_llama, kinds_of_text, tmp_path, monkeypatch):
             profile(relu_llama, ["../2.txt", missing])
 
 
-def test_a_kind_that_no_window_meets_has_no_density(relu_llama, kinds_of_text, tmp_path):
+def test_a_kind_that_no_window_meets_has_no_density(success, relu_llama, kinds_of_text, tmp_path):
     small = tmp_path / "small.txt"
     small.write_text("x")
-    code, more_code = map(str, kinds_of_text["code"])
-    arguments = ["profile", str(relu_llama), "--data", code, "--data", str(small)]
-    arguments += ["--data", more_code, "--windows", "2", "--seq-len", "16"]
-    arguments += ["--json", str(tmp_path / "profile.json")]
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    code, more_code = kinds_of_text["code"]
+    words = ["--data", code, "--data", small, "--data", more_code, "--windows", 2, "--seq-len", 16]
+    _, err = success("profile", relu_llama, *words, "--json", tmp_path / "profile.json")
     found = read_profile(tmp_path / "profile.json").by_kind[1]
     assert (found.kind, found.tokens, found.density) == ("small", 0, None)
     assert found.layers == (None, None)
-    assert "no window holds a token of small: raise --windows" in done.stderr
+    assert any("no window holds a token of small: raise --windows" in line for line in err)
 
 
 def test_dead_neurons_and_means(silu_llama, tmp_path, text_file):
@@ -315,27 +311,21 @@ def test_bad_calls_are_refused(relu_llama, silu_llama, text_file, tmp_path):
         profile(relu_llama, [str(text_file)], windows=0)
 
 
-def test_command_shows_a_table(relu_llama, text_file, tmp_path):
-    saved = tmp_path / "profile.json"
-    arguments = ["profile", str(relu_llama), "--data", str(text_file), "--windows", "3"]
-    arguments += ["--seq-len", "24", "--json", str(saved)]
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert done.exit_code == 0
-    assert "overflow" in done.stdout
-    assert "density by position" in done.stdout
-    assert "16-23" in done.stdout
-    assert "kind of text" not in done.stdout
-    assert read_profile(saved).windows == 3
-    refused = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "none/profile.json")])
-    assert "is not a folder you may write to" in str(refused.exception)
+def test_command_shows_a_table(success, refusal, relu_llama, text_file, tmp_path):
+    words = ["profile", relu_llama, "--data", text_file, "--windows", 3, "--seq-len", 24, "--json"]
+    out, _ = success(*words, tmp_path / "profile.json")
+    assert all(part in out for part in ("overflow", "density by position", "16-23"))
+    assert "kind of text" not in out
+    assert read_profile(tmp_path / "profile.json").windows == 3
+    assert "is not a folder you may write to" in refusal(*words, tmp_path / "none/profile.json")
 
 
-def test_command_shows_the_kinds_of_text(relu_llama, kinds_of_text):
+def test_command_shows_the_kinds_of_text(success, relu_llama, kinds_of_text):
     code, more_code = map(str, kinds_of_text["code"])
-    arguments = ["profile", str(relu_llama), "--data", code, "--data", f"[mine]={more_code}"]
-    arguments += ["--windows", "4", "--seq-len", "24"]
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    found = profile(relu_llama, [code, f"[mine]={more_code}"], windows=4, seq_len=24)
-    rows = [line.split() for line in done.stdout.split("density by kind of text")[1].splitlines()]
+    data = [code, f"[mine]={more_code}"]
+    words = ["--data", data[0], "--data", data[1], "--windows", 4, "--seq-len", 24]
+    out, _ = success("profile", relu_llama, *words)
+    found = profile(relu_llama, data, windows=4, seq_len=24)
+    rows = [line.split() for line in out.split("density by kind of text")[1].splitlines()]
     for part in found.by_kind:
         assert [part.kind, str(part.tokens), f"{part.density:.2%}"] in rows

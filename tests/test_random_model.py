@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from shapes import FAMILIES, write_config
 
 from twellctl.bench import random_model as module
@@ -11,6 +12,7 @@ from twellctl.bench.random_model import BUILT_IN, Shape, make_model, open_shape
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError
 from twellctl.firing.counts import FiredMeter, count_layers
+from twellctl.firing.synthetic import make_rows, make_weights
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +41,8 @@ def unions(body, ids) -> list[float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("density", [0.02])
-def test_every_layer_fires_as_asked_and_for_each_token_anew(family, density, tmp_path):
+def test_every_layer_fires_as_asked_and_for_each_token_anew(family, tmp_path):
+    density = 0.02
     shape = open_shape(write_config(tmp_path, family), None, context=512)
     model = drawn(shape, density)
     assert type(model).__name__.lower() == f"{family}forcausallm"
@@ -159,3 +161,12 @@ def test_configs_that_make_no_model_are_refused(changes, said, tmp_path):
 def test_bad_paths_are_refused(tmp_path):
     with pytest.raises(TwellError, match="does not exist: give a config"):
         open_shape(str(tmp_path), None, context=64)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("density", [0.005, 0.05, 0.3, 1])
+def test_an_even_density_is_the_one_asked_for(density, bias):
+    numbers = {"dtype": torch.float32, "generator": torch.Generator().manual_seed(1)}
+    w_gate, _, _, b_gate, _, _ = make_weights(512, 1024, density, bias=bias, **numbers).split
+    fired = F.linear(make_rows(512, 512, **numbers), w_gate, b_gate) > 0
+    assert float(fired.float().mean()) == pytest.approx(density, rel=0.06)

@@ -74,7 +74,7 @@ def assert_near(folder: Path, wanted: Path) -> None:
         assert torch.allclose(found[name], tensor, atol=1e-5), name
 
 
-@pytest.mark.parametrize(("count", "at_once"), [(3, 1), (3, 1 << 26)])
+@pytest.mark.parametrize(("count", "at_once"), [(3, 1), *([(3, 1 << 26)] if EVERY_CASE else [])])
 def test_muon_by_owners_is_muon(processes, count, at_once):
     away = processes("muon", count, at_once)
     assert max(away) < 1e-5
@@ -187,9 +187,8 @@ def test_a_checkpoint_that_was_not_sharded(processes, sources, text_file, tmp_pa
     )
 
 
-@pytest.mark.parametrize("family", ["falcon_h1"])
-def test_each_reads_its_rows(processes, make_model, family):
-    assert processes("load", 3, str(make_model(family))) == [[], [], []]
+def test_each_reads_its_rows(processes, make_model):
+    assert processes("load", 3, str(make_model("falcon_h1"))) == [[], [], []]
 
 
 def test_a_weight_under_no_known_name(sources):
@@ -235,11 +234,6 @@ def test_a_checkpoint_ends_where_one_process_writes_longer(processes, tmp_path):
     steps = processes("slow_disk", 2, str(tmp_path / "checkpoint"))
     assert steps[0] == steps[1] > 2
     assert (tmp_path / "checkpoint" / "sharded" / ".metadata").exists()
-
-
-def test_one_that_waits_for_a_lost_one_answers_its_launcher(processes, tmp_path):
-    processes("stuck", 2, str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["told"]
 
 
 @pytest.mark.parametrize(

@@ -129,18 +129,6 @@ def test_the_penalty_is_as_good_as_part_of_the_loss():
     assert fired.item() == (gate > 0).sum().item()
 
 
-def test_the_plain_path_compiles_without_a_graph_break():
-    leaves = plain_problem()
-
-    def ffn(*tensors: Tensor) -> Tensor:
-        return train_ffn(*tensors, penalty=torch.tensor(0.3))[0]
-
-    compiled = torch.compile(ffn, fullgraph=True, backend="aot_eager")
-    found = gradients(compiled(*leaves).sum(), leaves)
-    for one, wanted in zip(found, gradients(ffn(*leaves).sum(), leaves), strict=True):
-        torch.testing.assert_close(one, wanted)
-
-
 def test_when_gradients_go_over_the_kernels():
     assert takes_training("twell", 1, None)
     assert not takes_training("dense", 1 << 20, 0.001)

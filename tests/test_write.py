@@ -5,10 +5,10 @@ import os
 import resource
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from edits import jsonl
 
 from twellctl.decoding.batch import Batch
 from twellctl.decoding.bulk import Bulk
@@ -180,9 +180,7 @@ def test_texts_fit_into_a_short_context_if_not_told(silu_llama, tmp_path, small)
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"tokens": 0}, "tokens must be >= 1"),
         ({"max_tokens": 0}, "max-tokens must be >= 1"),
-        ({"batch_size": 0}, "batch-size must be >= 1"),
         ({"temperature": 2.5}, "temperature must be >= 0 and <= 2"),
         ({"seed": -1}, "seed must be >= 0"),
         ({"max_tokens": 256}, "max-tokens must be at most"),
@@ -240,12 +238,6 @@ def test_models_and_files_that_do_not_serve_are_refused(make_model, silu_llama, 
         write(make_model("llama", vocab_size=80), tmp_path / "own.jsonl", **small)
 
 
-def prompt_file(tmp_path, *rows) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 ASKED = [[{"role": "user", "content": f"What is {i}{' and more' * i}?"}] for i in range(12)]
 ASKED += [[{"role": "system", "content": "Be short."}, *ASKED[0], *ASKED[1]]]
 
@@ -254,7 +246,7 @@ def test_prompts_are_answered_as_generate_does(silu_llama, tokenizer, tmp_path):
     rows = [{"prompt": chat[0]["content"]} for chat in ASKED[:-1]] + [{"messages": ASKED[-1]}]
     rows[0] = {"instruction": ASKED[0][0]["content"], "input": "", "output": "of no use"}
     rows[1] = {"question": ASKED[1][0]["content"], "answer": "of no use"}
-    file, out, said = prompt_file(tmp_path, *rows), tmp_path / "own.jsonl", []
+    file, out, said = jsonl(tmp_path / "prompts.jsonl", rows), tmp_path / "own.jsonl", []
     how = {"prompts": file, "max_tokens": 12, "batch_size": 4, "temperature": 0.0}
     done = write(silu_llama, out, **how, tokens=10**6, note=said.append)
     assert said == ["each prompt was answered once: greedily a second answer would be the same"]
@@ -276,7 +268,7 @@ def test_the_chat_template_knows_what_it_is_told(cli, silu_llama, tmp_path):
     shutil.copytree(silu_llama, model)
     template = "{{ messages[0].content }}{% if thinks %} I think so:{% endif %}"
     (model / "chat_template.jinja").write_text(template)
-    file, answers = prompt_file(tmp_path, {"prompt": "Is it?"}), []
+    file, answers = jsonl(tmp_path / "prompts.jsonl", [{"prompt": "Is it?"}]), []
     for given in ({"thinks": True}, {}):
         words = ["--max-tokens", 12, "--temperature", 0, "--overwrite", "--prompts", file]
         code, *_ = cli("write", model, out, *words, "--chat-template-kwargs", json.dumps(given))
@@ -288,7 +280,7 @@ def test_the_chat_template_knows_what_it_is_told(cli, silu_llama, tmp_path):
 
 
 def test_prompts_are_answered_again_by_other_draws(silu_llama, tmp_path):
-    file = prompt_file(tmp_path, *({"messages": chat} for chat in ASKED))
+    file = jsonl(tmp_path / "prompts.jsonl", ({"messages": chat} for chat in ASKED))
     how = {"prompts": file, "max_tokens": 12, "batch_size": 4}
     once = write(silu_llama, tmp_path / "a.jsonl", **how)
     assert once.texts == len(ASKED)
@@ -301,7 +293,7 @@ def test_prompts_are_answered_again_by_other_draws(silu_llama, tmp_path):
 
 def test_a_sparse_model_answers(relu_llama, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpoint, "is_only_converted", False)
-    file = prompt_file(tmp_path, {"prompt": "Why?"}, {"prompt": "So " * 300})
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "Why?"}, {"prompt": "So " * 300}])
     said = []
     done = write(relu_llama, tmp_path / "own.jsonl", prompts=file, note=said.append)
     assert done.texts == 1

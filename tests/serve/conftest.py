@@ -6,12 +6,11 @@ from contextlib import contextmanager
 import pytest
 from greedy import greedy
 from page_driver import Page
-from serving_client import running
+from serving_client import running, serving
 
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.serve_local import load_served_model
-from twellctl.serving.plan import ServedModel
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +36,7 @@ def open_page(chromium, tokenizer):
 
     @contextmanager
     def opened(engine, **settings):
-        with running(ServedModel("model", tokenizer, engine), **settings) as client:
+        with serving(tokenizer, engine, **settings) as client:
             page = Page(chromium, client)
             yield page
             page.run("sessionStorage.clear()")

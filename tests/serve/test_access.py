@@ -4,12 +4,11 @@ import json
 
 import openai
 import pytest
-from serving_client import Scripted, complete, get, post, running
+from serving_client import Scripted, complete, get, post, serving
 
 from twellctl.errors import UsageError
 from twellctl.serve_local import access_of, serve_local
 from twellctl.serving.access import Access
-from twellctl.serving.plan import ServedModel
 
 KEY = "sk-geheim"
 ASK = json.dumps({"model": "model", "prompt": "x", "max_tokens": 1}).encode()
@@ -18,9 +17,7 @@ ASK = json.dumps({"model": "model", "prompt": "x", "max_tokens": 1}).encode()
 @pytest.fixture
 def serve_with(tokenizer):
     """`with serve_with(access) as client`."""
-    return lambda access: running(
-        ServedModel("model", tokenizer, Scripted([5])), access=access, api_key=KEY
-    )
+    return lambda access: serving(tokenizer, Scripted([5]), access=access, api_key=KEY)
 
 
 def test_a_key_lets_in_and_nothing_else_does(serve_with):

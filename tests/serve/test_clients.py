@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 from conftest import CHAT_TEMPLATE
-from serving_client import MESSAGES, Scripted, chat, complete, post, running
+from serving_client import MESSAGES, Scripted, chat, complete, post, running, serving
 from transformers import GenerationConfig
 
 from twellctl.serve_local import sampling_of
@@ -127,7 +127,7 @@ def with_tools(tokenizer):
         other = copy.deepcopy(tokenizer)
         other.chat_template = "{% if tools %}{{ tools }} <tool_call>{% endif %}" + CHAT_TEMPLATE
         engine = Scripted([*tokenizer.encode(text), 0])
-        return running(ServedModel("model", other, engine))
+        return serving(other, engine)
 
     return made
 
@@ -213,7 +213,7 @@ def test_responses_are_chats(client, given):
 
 def test_a_response_that_ends_by_itself_is_complete(tokenizer):
     engine = Scripted([*tokenizer.encode("so it is"), 0])
-    with running(ServedModel("model", tokenizer, engine)) as client:
+    with serving(tokenizer, engine) as client:
         answer = client.responses.create(model="model", input="x")
         assert (answer.output_text, answer.status) == ("so it is", "completed")
         with client.responses.stream(model="model", input="x") as stream:

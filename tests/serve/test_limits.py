@@ -21,6 +21,7 @@ from serving_client import (
     get,
     post,
     running,
+    serving,
     told_at_start,
 )
 
@@ -29,11 +30,6 @@ from twellctl.errors import UsageError
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.serve_local import load_served_model, serve_local
 from twellctl.serving.openai_server import Limits
-from twellctl.serving.plan import ServedModel
-
-
-def serving(tokenizer, engine, **settings):
-    return running(ServedModel("model", tokenizer, engine), **settings)
 
 
 def test_a_body_of_100_mb_is_refused(tokenizer):

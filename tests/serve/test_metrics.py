@@ -3,7 +3,7 @@
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving_client import Scripted, chat, complete, get, post, running
+from serving_client import Scripted, chat, complete, get, post, running, serving
 
 from twellctl.serving.plan import ServedModel
 
@@ -24,7 +24,7 @@ def metrics(client) -> dict:
 
 def test_requests_and_latencies(tokenizer):
     engine = Scripted(tokenizer.encode("print(x)"), delay=0.01)
-    with running(ServedModel("model", tokenizer, engine)) as client:
+    with serving(tokenizer, engine) as client:
         chat(client, n=2)
         list(complete(client, stream=True))
         with pytest.raises(openai.BadRequestError):
@@ -48,7 +48,7 @@ def test_requests_and_latencies(tokenizer):
 
 def test_the_engines_counters(tokenizer):
     engine = Scripted(tokenizer.encode("print"), num_layers=2)
-    with running(ServedModel("model", tokenizer, engine)) as client:
+    with serving(tokenizer, engine) as client:
         assert ("twell_density_ratio", "0") not in metrics(client)
         complete(client)
         found = metrics(client)

@@ -5,11 +5,10 @@ import time
 
 import pytest
 from page_driver import TEXT, speaking
-from serving_client import Scripted, get, running
+from serving_client import Scripted, get, serving
 
 from twellctl.serving import plan
 from twellctl.serving.access import Access
-from twellctl.serving.plan import ServedModel
 
 pytest.importorskip("selenium", reason="selenium drives the browser")
 from selenium.webdriver.common.action_chains import ActionChains
@@ -347,7 +346,7 @@ def test_pointing_at_a_token_shows_its_densities(open_page, tokenizer):
 
 
 def test_its_policy_names_its_script_and_style_alone(tokenizer):
-    with running(ServedModel("model", tokenizer, Scripted([5]))) as client:
+    with serving(tokenizer, Scripted([5])) as client:
         answer = get(client, "/")
     policy = dict(
         part.strip().split(" ", 1) for part in answer.headers["Content-Security-Policy"].split(";")

@@ -9,12 +9,12 @@ import time
 
 import openai
 import pytest
-from serving_client import Scripted, chat, complete, eventually, get, running
+from serving_client import Scripted, chat, complete, eventually, get
+from serving_client import serving as served_by
 
 from twellctl.decoding.engine import QueueFull
 from twellctl.serving import preparing
 from twellctl.serving.openai_server import Limits
-from twellctl.serving.plan import ServedModel
 from twellctl.text.tokens import encode_text, longest_token, surely_more
 
 BODIES = [b"a small one", bytes(preparing.SMALL_BYTES + 1)]
@@ -35,8 +35,7 @@ class Odd:
 
 
 def serving(tokenizer, before=lambda text: None, engine=None, **settings):
-    model = ServedModel("model", Odd(tokenizer, before), engine or Scripted([5]))
-    return running(model, **settings)
+    return served_by(Odd(tokenizer, before), engine or Scripted([5]), **settings)
 
 
 @pytest.mark.parametrize("route", [complete, chat])

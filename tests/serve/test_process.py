@@ -21,6 +21,7 @@ from serving_client import (
     chat,
     complete,
     running,
+    serving,
     streamed_chat,
     streamed_completion,
     told_at_start,
@@ -71,13 +72,13 @@ def test_no_half_characters_in_a_stream(tokenizer):
     text = "日本語 🏳️‍🌈 naïve ∑"
     tokens = tokenizer.encode(text)
     assert len(tokens) > len(text)  # most characters here are several tokens
-    with running(ServedModel("model", tokenizer, Scripted([*tokens, 0]))) as client:
+    with serving(tokenizer, Scripted([*tokens, 0])) as client:
         pieces, reason = streamed_completion(client)
         assert UNDECODED not in "".join(pieces)
         assert ("".join(pieces), reason) == (text, "stop")
         assert "".join(streamed_chat(client)[0]) == text
         assert complete(client).usage.completion_tokens == len(tokens) + 1
-    with running(ServedModel("model", tokenizer, Scripted(tokens[:2]))) as client:
+    with serving(tokenizer, Scripted(tokens[:2])) as client:
         cut = complete(client).choices[0]
         assert (cut.text, cut.finish_reason) == ("", "length")
 
@@ -87,7 +88,7 @@ def test_end_token_is_counted_and_no_text(tokenizer):
     plain_end = tokenizer.encode("x")[0]  # not every model's end token is a special one
     engine = Scripted([*tokenizer.encode("print"), half, plain_end])
     engine.eos_tokens = frozenset({plain_end})
-    with running(ServedModel("model", tokenizer, engine)) as client:
+    with serving(tokenizer, engine) as client:
         answer = complete(client)
     assert answer.choices[0].text == "print" + UNDECODED  # it wrote half a character, then ended
     assert answer.choices[0].finish_reason == "stop"
@@ -96,7 +97,7 @@ def test_end_token_is_counted_and_no_text(tokenizer):
 
 def test_model_without_chat_template_names_the_other_endpoint(served, tokenizer, monkeypatch):
     monkeypatch.setattr(served.tokenizer, "chat_template", None)
-    with running(ServedModel("model", served.tokenizer, Scripted([5]))) as client:
+    with serving(served.tokenizer, Scripted([5])) as client:
         with pytest.raises(openai.BadRequestError, match="/v1/completions") as caught:
             chat(client)
         assert caught.value.param == "messages"
@@ -107,7 +108,7 @@ def test_chat_template_that_refuses_is_a_bad_request(served, monkeypatch):
     template = "{{ raise_exception('roles must alternate') }}"
     monkeypatch.setattr(served.tokenizer, "chat_template", template)
     with (
-        running(ServedModel("model", served.tokenizer, Scripted([5]))) as client,
+        serving(served.tokenizer, Scripted([5])) as client,
         pytest.raises(openai.BadRequestError, match="roles must alternate"),
     ):
         chat(client)

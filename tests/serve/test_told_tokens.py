@@ -3,11 +3,13 @@
 import math
 
 import pytest
-from serving_client import UNDECODED, Scripted, chat, complete, running
+import torch
+from serving_client import PROMPT, UNDECODED, Scripted, chat, complete, serving
 
 from twellctl.decoding.engine import Token
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
 from twellctl.serving.logprobs import TokenSpelling
-from twellctl.serving.plan import ServedModel
 
 TEXT = "for x in [é, 日本]:\n    print(x)"
 
@@ -23,7 +25,7 @@ class Certain(Scripted):
 def spoken(tokenizer):
     """An engine that says TEXT and ends it, and a client before it."""
     engine = Scripted([*tokenizer.encode(TEXT), 0])
-    with running(ServedModel("model", tokenizer, engine)) as client:
+    with serving(tokenizer, engine) as client:
         yield engine, client
 
 
@@ -134,7 +136,7 @@ def test_nothing_is_told_unasked(spoken):
 
 def test_a_budget_that_cuts_a_character_tells_its_part(tokenizer):
     tokens = [*tokenizer.encode("x"), tokenizer.encode("é")[0]]
-    with running(ServedModel("model", tokenizer, Scripted(tokens))) as client:
+    with serving(tokenizer, Scripted(tokens)) as client:
         told = complete(client, max_tokens=2, logprobs=0).choices[0]
         assert (told.text, told.logprobs.tokens) == ("x", ["x", "bytes:\\xc3"])
         choices = [c.choices[0] for c in chat(client, max_tokens=2, logprobs=True, stream=True)]
@@ -144,7 +146,7 @@ def test_a_budget_that_cuts_a_character_tells_its_part(tokenizer):
 
 def test_no_chance_is_a_number(tokenizer):
     engine = Certain(tokenizer.encode("print"))
-    with running(ServedModel("model", tokenizer, engine)) as client:
+    with serving(tokenizer, engine) as client:
         told = complete(client, logprobs=1).choices[0].logprobs
         assert set(told.token_logprobs) == {-9999.0}
         assert whole_chat(client)[0].logprob == -9999.0
@@ -158,7 +160,7 @@ def test_every_choice_has_its_own(tokenizer):
 
     ids = tokenizer.encode("abc")
     engine = Two(ids, delay=0.002)
-    with running(ServedModel("model", tokenizer, engine)) as client:
+    with serving(tokenizer, engine) as client:
         options = {"n": 3, "seed": 5, "temperature": 1, "logprobs": True}
         whole = chat(client, **options)
         assert [c.logprobs.content[0].logprob for c in whole.choices] == [-5, -6, -7]
@@ -220,3 +222,43 @@ def test_sentencepiece_tokens_keep_their_space(sentencepiece):
     assert (part.bytes, part.escaped(), part.is_whole) == (b"\xc3", "\\xc3", False)
     whole = spelling(vocab["<0x41>"])
     assert (whole.text, whole.bytes, whole.is_whole) == ("A", b"A", True)
+
+
+# ---- on the real engine
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_an_echoed_prompt_is_scored(client, relu_llama, tokenizer, max_tokens):
+    """As lm-evaluation-harness scores: by the prompt's own log-probabilities, in one request."""
+    end = tokenizer.eos_token_id
+    first, second = [end, *tokenizer.encode(PROMPT), end, 7], [5]
+    options = {"echo": True, "logprobs": 1, "max_tokens": max_tokens}
+    answer = complete(client, prompt=[first, second], stop=tokenizer.decode(first[1:3]), **options)
+    assert answer.usage.prompt_tokens == len(first) + 1
+    assert answer.usage.completion_tokens <= 2 * max_tokens
+    model = load_model(open_checkpoint(relu_llama))
+    for prompt, choice in zip((first, second), answer.choices, strict=True):
+        told = choice.logprobs
+        assert choice.text.startswith(tokenizer.decode(prompt, skip_special_tokens=True))
+        assert "".join(told.tokens[: len(prompt)]) == tokenizer.decode(prompt)
+        assert told.token_logprobs[0] is None
+        assert told.top_logprobs[0] is None
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+        expected = logprobs[:-1].gather(-1, torch.tensor(prompt[1:], dtype=int)[:, None])[:, 0]
+        mine = told.token_logprobs[1 : len(prompt)]
+        assert mine == pytest.approx(expected.tolist(), abs=1e-4)
+        best = [max(top.values()) for top in told.top_logprobs[1 : len(prompt)]]
+        assert best == pytest.approx(logprobs[:-1].max(-1).values.tolist(), abs=1e-4)
+    (one,) = complete(client, prompt=first, **options).choices
+    streamed = complete(client, prompt=first, stream=True, **options)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == one.text
+
+
+def test_chat_tells_twenty_alternatives(client):
+    content = chat(client, logprobs=True, top_logprobs=20).choices[0].logprobs.content
+    for entry in content:
+        values = [other.logprob for other in entry.top_logprobs]
+        assert len(values) == 20
+        assert values == sorted(values, reverse=True)
+        assert values[0] == entry.logprob  # greedy
