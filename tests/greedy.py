@@ -1,9 +1,12 @@
-"""What transformers' own generate writes."""
+"""What transformers' own generate writes, and what an engine does."""
 
 from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
+
+from twellctl.decoding.engine import Sampling
+from twellctl.decoding.scheduler import Scheduler
 
 
 def greedy(
@@ -14,3 +17,15 @@ def greedy(
     how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
     how |= {"eos_token_id": [*ends]} if ends else {}
     return model.generate(ids, **how, max_new_tokens=count)[0, len(prompt) :].tolist()
+
+
+def run_all(scheduler: Scheduler, prompts: list[list[int]], how: Sampling) -> tuple[list, list]:
+    """What an engine writes behind each prompt, and its tokens in their order; no page stays."""
+    ids, tokens = [[] for _ in prompts], []
+    for events in scheduler.run(prompts, how):
+        for sequence, event in events:
+            assert not isinstance(event, Exception), event
+            ids[sequence.client] += [event.id] if event else []
+            tokens += [event] if event else []
+    assert scheduler.pool.free == scheduler.pool.capacity
+    return ids, tokens

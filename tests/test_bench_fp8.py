@@ -131,12 +131,6 @@ def test_rivals_without_room_are_left_out(has_fp8, count_less, monkeypatch):
     assert bench_model(ModelSettings(**TINY_BODY)).facts["without_fp8"] == said
 
 
-@pytest.mark.parametrize("command", ["model", "decode"])
-def test_quantize_takes_what_export_takes(cli, command):
-    code, _, err = cli("bench", command, "--quantize", "int4")
-    assert (code, err) == (2, ["error: quantize must be fp8, got 'int4'"])
-
-
 # ---- token by token ----
 
 

@@ -102,7 +102,7 @@ from twellctl.training.termination import answered
 signal.signal(signal.SIGTERM, lambda *given: print("asked", flush=True))
 threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
 with answered(lambda: print("told", flush=True), seconds=1.0):
-    end = time.time() + 2.5
+    end = time.time() + 1.8
     while time.time() < end:
         WAIT
 print("left", flush=True)

@@ -5,11 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from compiled import compile_claims
-from launched import assert_taken, bf16
+from launched import Launches, assert_taken, bf16
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES
+from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES, PAGE
 from twellctl.bundle.twell_weights import FFN
+from twellctl.decoding import attention
 from twellctl.decoding.attention import AttendLayer, Rotary
 from twellctl.decoding.families import Norms, Scales
 from twellctl.decoding.screened import Screen
@@ -26,7 +29,7 @@ SMALL = StepSizes(2048, 5632, 32, 64, 49152)
 SCALES = Scales(1e-5)
 
 
-class Launches:
+class OneLaunch:
     """Stands for a KernelSet: keeps what is launched."""
 
     def launch(self, *call, **how):
@@ -99,7 +102,7 @@ def test_who_does_not(sizes, limits, why):
 @pytest.mark.parametrize("form", ["sparse", "dense"])
 def test_the_launch(form, end):
     make = fp8_layer if end else make_layer
-    kernels, layers = Launches(), [make(None), make(100)]
+    kernels, layers = OneLaunch(), [make(None), make(100)]
     sizes = replace(SMALL, N=64, V=512, end=end)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = Rotary(bf16(128, 64), bf16(128, 64), 64)
@@ -118,7 +121,7 @@ def test_the_launch(form, end):
 
 
 def test_scaled_embeddings_and_a_vocabulary_that_is_no_multiple_of_4():
-    kernels, scales = Launches(), Scales(1e-5, embeddings=3.0, logits=0.5)
+    kernels, scales = OneLaunch(), Scales(1e-5, embeddings=3.0, logits=0.5)
     weights = torch.ones(510, 2048).bfloat16(), bf16(2048), bf16(510, 2048)
     sizes = replace(SMALL, V=510)
     given = sizes, [make_layer(None)], *weights, Rotary(bf16(128, 64), bf16(128, 64), 64), scales
@@ -137,7 +140,7 @@ def test_scaled_embeddings_and_a_vocabulary_that_is_no_multiple_of_4():
 def test_the_table_of_layers(end):
     """As step_shared.cuh declares a layer."""
     layer = fp8_layer(100) if end else make_layer(100)
-    kernels, sizes = Launches(), replace(SMALL, N=64, V=512, end=end)
+    kernels, sizes = OneLaunch(), replace(SMALL, N=64, V=512, end=end)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = Rotary(bf16(128, 64), bf16(128, 64), 64)
     WholeStep(kernels, H200, sizes, [layer], *weights, rotary, SCALES, form="sparse", num_own=48)(
@@ -176,6 +179,112 @@ def test_weights_that_lie_otherwise_are_refused():
     turned = replace(layer, ffn=replace(layer.ffn, w_down=bf16(2048, 64).t()))
     with pytest.raises(ValueError, match="by rows of neurons"):
         WholeStep(
-            Launches(), H200, SMALL, [turned], *[bf16(8, 2048)] * 3,
+            OneLaunch(), H200, SMALL, [turned], *[bf16(8, 2048)] * 3,
             Rotary(bf16(1, 64), bf16(1, 64), 64), SCALES, form="sparse", num_own=64,
         )  # fmt: skip
+
+
+# ---- attention and the norms
+
+
+CPU = torch.device("cpu")
+SHAPES = [(32, 32, 64), (32, 8, 128), (14, 2, 64), (9, 3, 64), (32, 32, 96), (71, 1, 64)]
+SHAPES += [(12, 4, 256), (8, 4, 256), (16, 16, 256), (32, 8, 160), (32, 32, 100)]
+
+
+def arguments(H: int, Hkv: int, D: int, B: int = 3, W: int = 4) -> dict:
+    """What `attend` takes."""
+    plan = attention.plan_attend(B, H, Hkv, D, W * PAGE, 132)
+    return {
+        "plan": plan,
+        "layer": attention.AttendLayer(
+            *(bf16(9, Hkv, PAGE, plan.width) for _ in range(2)), D**-0.5
+        ),
+        "qkv": bf16(B, (H + 2 * Hkv) * D),
+        "positions": torch.zeros(B, dtype=torch.int32),
+        "tables": torch.zeros(B, W, dtype=torch.int32),
+        "rotary": attention.Rotary(bf16(W * PAGE, plan.width), bf16(W * PAGE, plan.width), D),
+        "workspace": attention.open_workspace([plan], CPU),
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attend_is_launched_as_its_source_says(shape):
+    kernels, given = Launches(), arguments(*shape)
+    out = attention.attend(kernels, **given)
+    assert out.shape == (3, shape[0] * shape[2])
+    ((name, grid, block, args, smem_bytes),) = kernels.made
+    assert_taken(name, args)
+    assert (grid, block, smem_bytes) == (
+        given["plan"].grid,
+        32 * given["plan"].num_warps,
+        given["plan"].smem_bytes,
+    )
+
+
+def test_norms_are_launched_as_their_source_says():
+    kernels = Launches()
+    attention.rms_norm(kernels, bf16(3, 2056), bf16(2056), 1e-5)
+    wide = bf16(3, 4112)[:, :2056]
+    assert attention.rms_norm(kernels, wide, bf16(2056), 1e-5, out=wide) is wide
+    z, x = bf16(2, 3, 2056)
+    total, y = attention.add_norm(kernels, z, bf16(2056), x, bf16(2056), 1e-5)
+    assert total is not y
+    total, y = attention.add_norm(kernels, z, bf16(2056), x, None, 1e-5)
+    assert total is y
+    tokens, counts = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
+    x, y = attention.embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, counts)
+    assert x.shape == y.shape == (3, 2056)
+    attention.embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, scale=2)
+    names = ["rms_norm"] * 2 + ["add_norm"] * 2 + ["embed_norm"] * 2
+    assert [name for name, *_ in kernels.made] == names
+    for name, grid, block, args, _ in kernels.made:
+        assert (grid, block) == ((3,), 288)
+        assert_taken(name, args)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("B", [1, 2, 16, 48, 64])
+@pytest.mark.parametrize("max_positions", [64, 1024, 32768, 131072])
+def test_plans_fit(shape, B, max_positions):
+    H, Hkv, D = shape
+    plan = attention.plan_attend(B, H, Hkv, D, max_positions, 132)
+    blocks, rows, splits = plan.grid
+    assert blocks * plan.heads >= H
+    assert rows == B
+    assert 1 <= splits <= 64
+    assert 4 <= plan.num_warps <= 8
+    assert plan.smem_bytes <= 48 * 1024
+    assert (
+        splits == 1 or (splits - 1) * plan.num_warps * attention.batch_positions(D) < max_positions
+    )
+    assert blocks * rows * splits <= max(8 * 264, blocks * rows)
+    assert plan.num_parts * 4 <= 32 << 20
+    assert (plan.num_parts > 0) == (plan.num_tickets > 0) == (splits > 1)
+
+
+def test_what_the_kernels_do_not_take_is_said():
+    assert attention.why_not_attend(32, 8, 128) is None
+    for D in (81, 258):
+        said = (
+            f"the attention kernel takes heads of an even number of columns up to 256, not of {D}"
+        )
+        assert attention.why_not_attend(32, 8, D) == said
+        with pytest.raises(ValueError, match=said):
+            attention.plan_attend(1, 32, 8, D, 1024, 132)
+    assert "32 are not a multiple" in attention.why_not_attend(32, 5, 64)
+    assert attention.why_no_norm(2048) is None
+    assert attention.why_no_norm(100).endswith("not of 100")
+    assert attention.why_no_norm(16392).endswith("not of 16392")
+
+
+def test_rotary_tables_are_what_the_model_computes():
+    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=4))
+    made = attention.rotary_tables(rotary, 9000, 80, CPU)
+    at = torch.tensor([[0, 1, 777, 8191, 8192, 8999]])
+    wanted = rotary(bf16(1), at)
+    assert made.turned == 64
+    assert torch.equal(made.cos[at[0], :64], wanted[0][0])
+    assert torch.equal(made.sin[at[0], :64], wanted[1][0])
+    assert (made.cos[:, 64:] == 1).all()
+    assert (made.sin[:, 64:] == 0).all()

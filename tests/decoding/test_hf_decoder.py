@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from greedy import run_all
 
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.hf_decoder import HFDecoder, LoneDecoder
@@ -14,13 +15,7 @@ PAGE_BYTES = 2 * 64 * 2 * (8 + 8) * 4  # of two layers, two heads of 8, float32
 
 
 def greedy(scheduler, prompts: list[list[int]], count: int) -> list[list[int]]:
-    tokens = [[] for _ in prompts]
-    for events in scheduler.run(prompts, Sampling(count, 0)):
-        for sequence, event in events:
-            assert not isinstance(event, Exception), event
-            tokens[sequence.client] += [event.id] if event else []
-    assert scheduler.pool.free == scheduler.pool.capacity
-    return tokens
+    return run_all(scheduler, prompts, Sampling(count, 0))[0]
 
 
 @pytest.mark.parametrize("family", [*PAGED, "falcon_h1"])
@@ -106,10 +101,7 @@ def test_a_seeded_draw_is_the_same_alone_in_a_crowd_and_after_eviction(tiny, pro
     sampling = Sampling(70, 0.8, 0.95, 40, seed=11)
 
     def draw(scheduler, prompts) -> list[int]:
-        tokens = []
-        for events in scheduler.run(prompts, sampling):
-            tokens += [e.id for sequence, e in events if e and sequence.client == len(prompts) - 1]
-        return tokens
+        return run_all(scheduler, prompts, sampling)[0][-1]
 
     alone = draw(open_scheduler(model), prompts[:1])
     crowd = [prompts[3], prompts[4], prompts[0]]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compiled import EVERY_CASE
+from greedy import run_all
 from played_kernels import H200, SIZES, TWELL, Kernels, stand_in
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,16 +21,6 @@ from twellctl.models.quantised import round_model
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch) -> Kernels:
     return stand_in(monkeypatch)
-
-
-def run(scheduler, prompts, count: int) -> tuple[list[list[int]], list]:
-    ids, tokens = [[] for _ in prompts], []
-    for events in scheduler.run(prompts, Sampling(count, 0, densities=True)):
-        for sequence, event in events:
-            assert not isinstance(event, Exception), event
-            ids[sequence.client] += [event.id] if event else []
-            tokens += [event] if event else []
-    return ids, tokens
 
 
 MIXED = ["sliding_attention", "full_attention"]
@@ -85,7 +76,7 @@ def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, case, is_
     known = [generated(model, prompt, 18) for prompt in prompts]
     decoder = KernelDecoder(model, sparse=is_sparse)
     scheduler = open_scheduler(model, max_running=3, decoder=decoder)
-    found, tokens = run(scheduler, prompts, 18)
+    found, tokens = run_all(scheduler, prompts, Sampling(18, 0, densities=True))
     assert found == known
     if is_sparse:
         assert all(0.1 < share < 0.9 for token in tokens for share in token.densities)
@@ -112,7 +103,8 @@ def test_with_another_activation_than_relu(tiny, generated, family, changes):
     decoder, rows = KernelDecoder(model), []
     step = decoder.step
     decoder.step = lambda *inputs: rows.append(len(inputs[0])) or step(*inputs)
-    found, tokens = run(open_scheduler(model, max_running=100, decoder=decoder), prompts, 6)
+    scheduler = open_scheduler(model, max_running=100, decoder=decoder)
+    found, tokens = run_all(scheduler, prompts, Sampling(6, 0, densities=True))
     assert found[::11] == known
     assert max(rows) == 100
     assert {token.densities for token in tokens} == {()}
@@ -122,7 +114,8 @@ def test_with_another_activation_than_relu(tiny, generated, family, changes):
 def test_a_model_that_was_decoded_can_be_trained_and_saved(tiny, prompts, tmp_path, is_sparse):
     model = tiny("qwen3", **SIZES)
     kept = {name: weight.clone() for name, weight in model.state_dict().items()}
-    run(open_scheduler(model, decoder=KernelDecoder(model, sparse=is_sparse)), prompts[:1], 3)
+    decoder = KernelDecoder(model, sparse=is_sparse)
+    run_all(open_scheduler(model, decoder=decoder), prompts[:1], Sampling(3, 0))
     ids = torch.tensor(prompts[:1])
     model(input_ids=ids, labels=ids).loss.backward()
     for name, parameter in model.named_parameters():

@@ -101,12 +101,14 @@ def test_a_key_does_not_excuse_a_foreign_origin(serve_with):
         assert (status, answer["error"]["code"]) == (403, "forbidden_origin")
 
 
-def test_a_public_bind_needs_a_key():
+def test_a_public_bind_needs_a_key_and_names_are_allowed():
     for host in ("0.0.0.0", "192.168.1.1", "example.org", "::"):
         with pytest.raises(UsageError, match=f"got {host}: .*--api-key or TWELL_API_KEY"):
             access_of(host, None, ())
         assert access_of(host, KEY, ["Box.lan"]) == Access(KEY, frozenset({host, "box.lan"}), True)
     assert access_of("127.0.0.1", None, ()) == Access()
+    allowed = access_of("127.0.0.1", None, ["::1", "Box.lan", "10.0.0.1"]).hosts
+    assert allowed == {"::1", "box.lan", "10.0.0.1"}
 
 
 @pytest.mark.parametrize("key", ["", "a b", "é", "a\n"])
@@ -119,11 +121,6 @@ def test_allowed_hosts_are_names(relu_llama):
     for name in ("http://box.lan", "box lan", "", "box.lan:8443", "bücher.de"):
         with pytest.raises(UsageError, match="is a name"):
             serve_local(relu_llama, allow_hosts=[name])
-
-
-def test_addresses_and_names_are_allowed():
-    access = access_of("127.0.0.1", None, ["::1", "Box.lan", "10.0.0.1"])
-    assert access.hosts == {"::1", "box.lan", "10.0.0.1"}
 
 
 def test_the_key_of_the_environment(refusal, monkeypatch, relu_llama):
