@@ -42,5 +42,6 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
 
 def jsonl(path: Path, rows: Iterable[dict]) -> Path:
     """A file of these rows."""
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -113,6 +113,7 @@ def test_figures_that_no_run_has_are_not_shown(sparse, tmp_path):
 def test_a_fine_tuned_model_has_a_verdict_without_an_evaluation(cli, success, sparse, tmp_path):
     _, err = success("export", sparse, tmp_path / "out")
     assert any(line.startswith("nobody has measured what this model writes") for line in err)
+    assert not any(line.startswith("beware") for line in err)  # as of a model only converted
     report = json.loads((sparse / "twell_finetune.json").read_text())
     section = card_of(tmp_path / "out")[1].partition("## What it writes\n\n")[2]
     assert f"KL {report['answers']['kl']['mean']:.4f} on" in section.partition("\n\n")[0]

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from conftest import stdlib_texts
+from edits import jsonl
 from transformers import AutoModelForCausalLM
 
 from twellctl.errors import TwellError, UsageError
@@ -47,12 +48,6 @@ def some_questions(count: int) -> list[Question]:
     return made
 
 
-def written(path, rows) -> str:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def as_row(question: Question) -> dict:
     return {"query": question.query, "choices": list(question.choices), "gold": question.gold}
 
@@ -62,7 +57,7 @@ def test_answers_are_those_of_one_choice_at_a_time(
 ):
     monkeypatch.setattr("twellctl.evaluation.windows.BATCH_TOKENS", 150)
     questions = some_questions(25)
-    file = written(tmp_path / "pieces.jsonl", map(as_row, questions))
+    file = jsonl(tmp_path / "pieces.jsonl", map(as_row, questions))
     steps = []
     done = evaluate(relu_llama, tasks=file, progress=lambda *step: steps.append(step))
     right, right_norm = 0, 0
@@ -148,7 +143,7 @@ def test_a_model_that_computes_nan_is_refused(stock, tokenizer, monkeypatch):
 
 def test_the_screen_says_what_was_cut_and_what_is_guessed(success, relu_llama, tmp_path):
     rows = [{"query": stdlib_texts(1)[0][:3000], "choices": ["a", "b"], "gold": n} for n in (0, 1)]
-    written(tmp_path / "tasks" / "long.jsonl", rows)
+    jsonl(tmp_path / "tasks" / "long.jsonl", rows)
     packed = gzip.compress(f"{json.dumps(GOOD)}\n".encode() * 40)
     (tmp_path / "tasks" / "short.jsonl.gz").write_bytes(packed)
     out, err = success("eval", relu_llama, "--reference", relu_llama, "--tasks", tmp_path / "tasks")
@@ -229,7 +224,7 @@ def test_files_that_hold_no_task_are_refused(tmp_path):
     (empty / "a.jsonl").write_text("\n")
     with pytest.raises(TwellError, match="holds no question"):
         read_tasks([str(empty)])
-    file = written(tmp_path / "other" / "a.jsonl", [GOOD])
+    file = jsonl(tmp_path / "other" / "a.jsonl", [GOOD])
     with pytest.raises(TwellError, match="two tasks are called a"):
         read_tasks([file, file])
 

@@ -6,7 +6,6 @@ What must hold where twellctl is not installed runs in one child process, for al
 import copy
 import json
 import pickle
-import shutil
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export, parse_size
 from twellctl.firing.profiled import save_profile
-from twellctl.models.checkpoint import REPORT_FILE, open_checkpoint
+from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.exportable import is_plain_ffn
 from twellctl.models.loading import fingerprint, form_factors, load_model
 from twellctl.models.silu_form import scaled
@@ -362,19 +361,6 @@ def test_a_hidden_act_of_other_layers_is_refused(make_model, tmp_path):
     convert(make_model("falcon_h1"), tmp_path / "relu")
     with pytest.raises(TwellError, match=r"FalconH1.* uses hidden_act outside of its FFNs"):
         export(tmp_path / "relu", tmp_path / "falcon")
-
-
-def test_only_converted_models_are_warned_of(relu_llama, tmp_path):
-    trained, said = tmp_path / "trained", []
-    shutil.copytree(relu_llama, trained)
-    (trained / REPORT_FILE).write_text("{}")
-    export(trained, tmp_path / "first", note=said.append)
-    (unmeasured,) = said
-    assert unmeasured.startswith("nobody has measured what this model writes")
-    export(relu_llama, tmp_path / "second", note=said.append)
-    assert said[1:] == [
-        f"beware: {relu_llama} was converted and not fine-tuned: what it writes is noise"
-    ]
 
 
 def test_gradient_checkpointing(exported, load_trusted):

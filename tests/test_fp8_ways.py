@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_fp8 import spread, weight_of
-from test_ways import A100, H200, L4, OF_HOPPER
-from test_ways import as_on_a_gpu as on_a_gpu
+from test_ways import A100, H200, L4, OF_HOPPER, as_on_an_h200
 from torch import Tensor, nn
 
 from twellctl.bundle import (
@@ -78,7 +77,7 @@ def operator(monkeypatch, tmp_path):
         call.timed.append(list(runs))
         return {f"{m} {name}": 0.1 + (name != "dense") for m in ("eager", "graph") for name in runs}
 
-    on_a_gpu(monkeypatch, tmp_path, way, measure)
+    as_on_an_h200(monkeypatch, tmp_path, way, measure)
     monkeypatch.setattr(twell_reasons, "device_limits", lambda index: H200)
     monkeypatch.setattr(twell_ffn, "takes_hopper_kernels", lambda index: True)
     monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: None)

@@ -89,7 +89,7 @@ def test_the_rule_of_more_tokens():
 # ---- the operator ----
 
 
-def as_on_a_gpu(monkeypatch, folder: Path, way: Callable, measure: Callable) -> None:
+def as_on_an_h200(monkeypatch, folder: Path, way: Callable, measure: Callable) -> None:
     """As on an H200, without kernels: by `way` each of the ways, by `measure` the fastest."""
     monkeypatch.setattr("twellctl.bundle.twell_ways.WAYS", tuple(map(way, WAYS)))
     monkeypatch.setattr(twell_ways, "device_limits", lambda index: H200)
@@ -129,7 +129,7 @@ def operator(monkeypatch, tmp_path):
         return 0.01
 
     call.timed, call.counted = [], 0
-    as_on_a_gpu(monkeypatch, tmp_path, way, measure)
+    as_on_an_h200(monkeypatch, tmp_path, way, measure)
     monkeypatch.setattr(twell_ways, "_sampled_density", count)
     return call
 

@@ -9,8 +9,7 @@ import time
 
 import openai
 import pytest
-from serving_client import Scripted, chat, complete, eventually, get
-from serving_client import serving as served_by
+from serving_client import Scripted, chat, complete, eventually, get, serving
 
 from twellctl.decoding.engine import QueueFull
 from twellctl.serving import preparing
@@ -34,8 +33,8 @@ class Odd:
         return self._tokenizer.encode(text, **how)
 
 
-def serving(tokenizer, before=lambda text: None, engine=None, **settings):
-    return served_by(Odd(tokenizer, before), engine or Scripted([5]), **settings)
+def reading(tokenizer, before=lambda text: None, engine=None, **settings):
+    return serving(Odd(tokenizer, before), engine or Scripted([5]), **settings)
 
 
 @pytest.mark.parametrize("route", [complete, chat])
@@ -43,7 +42,7 @@ def test_a_prompt_far_beyond_the_context_is_not_tokenised(tokenizer, route):
     def before(text):
         assert len(text) < 1 << 14
 
-    with serving(tokenizer, before) as client:
+    with reading(tokenizer, before) as client:
         field = "prompt" if route is complete else "messages"
         text = "a" * 4_000_000
         given = text if route is complete else [{"role": "user", "content": text}]
@@ -73,7 +72,7 @@ def test_a_small_prompt_does_not_wait_for_a_large_one(tokenizer):
     assert len(json.dumps(texts)) > preparing.SMALL_BYTES
     engine = Scripted([5])
     engine.context = 10**6
-    with serving(tokenizer, before, engine) as client:
+    with reading(tokenizer, before, engine) as client:
         thread = threading.Thread(target=complete, args=[client], kwargs={"prompt": texts})
         thread.start()
         began = time.monotonic()
@@ -92,7 +91,7 @@ def test_a_prompt_that_is_never_ready_is_ended_and_stopped(tokenizer):
             rounds.append(1)
             time.sleep(0.01)
 
-    with serving(tokenizer, before, limits=Limits(answer_seconds=0.5)) as client:
+    with reading(tokenizer, before, limits=Limits(answer_seconds=0.5)) as client:
         with pytest.raises(openai.APIError, match=r"prompt was not ready within 0.5 s") as caught:
             complete(client, prompt="for ever")
         assert (caught.value.status_code, caught.value.code) == (504, "timeout")
@@ -124,7 +123,7 @@ def test_prompts_that_are_made_ready_count_as_waiting():
 def test_health_tells_that_no_prompt_gets_through(tokenizer, monkeypatch):
     monkeypatch.setattr(preparing, "STUCK_SECONDS", 0.2)
     goes_on = threading.Event()
-    with serving(tokenizer, lambda text: goes_on.wait(20)) as client:
+    with reading(tokenizer, lambda text: goes_on.wait(20)) as client:
         assert get(client, "/health").status == 200
         thread = threading.Thread(target=complete, args=[client])
         thread.start()
@@ -143,7 +142,7 @@ def test_a_server_ends_though_a_prompt_is_never_ready(tokenizer):
         left.append(caught)
 
     began = time.monotonic()
-    with serving(tokenizer, lambda text: goes_on.wait(60)) as client:
+    with reading(tokenizer, lambda text: goes_on.wait(60)) as client:
         thread = threading.Thread(target=ask, args=[client])
         thread.start()
         assert eventually(lambda: any(t.name == preparing.THREAD for t in threading.enumerate()))
