@@ -425,22 +425,22 @@ def test_an_export_computes_what_the_folder_does_and_counts_no_map(
 
 
 def test_plans_are_those_of_runs_that_were_measured():
-    """On an H100: bf16 at 700, TF32 at 400 TFLOP/s. Peak GiB and seconds as in recipes/LAB.md."""
+    """bf16 at 700, TF32 at 400 TFLOP/s. Peak GiB (H100), seconds (H200) as in recipes/LAB.md."""
     device, rates = torch.device("cuda"), (700e12, 400e12)
     small = Shape(24, 896, 4864, 14_912_384, 272_275_968, 151_936)
     large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936)
     measured = [
-        (small, {"tokens": 1_000_000, "steps": 0}, 14.4, 28),
-        (small, {"tokens": 3_000_000, "steps": 1000}, 27.7, 190),
-        (large, {"tokens": 900_000, "steps": 0}, 18.6, 72),
-        (large, {"tokens": 2_000_000, "steps": 800}, 33.6, 386),
+        (small, {"tokens": 1_000_000}, 14.4, 72),
+        (small, {"tokens": 3_000_000}, 27.7, None),
+        (large, {"tokens": 1_000_000}, None, 190),
+        (large, {"tokens": 2_000_000}, 33.6, 260),
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
         for shape, settings, gib, seconds in measured:
             found = planned(shape, Fit(data=["x"], eval_windows=64, **settings), device, rates)
-            assert found.bytes / 2**30 == pytest.approx(gib, rel=0.15)
-            assert found.seconds == pytest.approx(seconds, rel=0.35)
+            assert gib is None or found.bytes / 2**30 == pytest.approx(gib, rel=0.15)
+            assert seconds is None or found.seconds == pytest.approx(seconds, rel=0.35)
         seventy = Shape(80, 8192, 28672, 855_638_016, 2_101_346_304, 128_256)
         found = planned(seventy, Fit(data=["x"], tokens=500_000, steps=0), device, rates)
     assert found.bytes / 2**30 < 141  # one H200
