@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import re
 import signal
@@ -71,7 +72,7 @@ def serve_local(
     check_gates(gates)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
-    with _short_turns(), _listener(how.host, how.port) as listener:
+    with _short_turns(), _noted_steps(note), _listener(how.host, how.port) as listener:
         served = load_served_model(
             checkpoint,
             names=names,
@@ -246,6 +247,21 @@ def _no_address(host: str, port: int, error: OSError | TypeError) -> TwellError:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _noted_steps(note: Callable[[str], None]) -> Iterator[None]:
+    """`note` gets which form of a step the engine takes, when it chooses one."""
+    logger, handler = logging.getLogger("twellctl.decoding.step_forms"), logging.Handler()
+    handler.emit = lambda record: note(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

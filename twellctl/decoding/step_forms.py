@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from twellctl.bundle.twell_route import density_bucket, fastest, kept_or_measured, timed_ms
+from twellctl.bundle.twell_route import density_bucket, kept_or_measured, timed_ms
 
 logger = logging.getLogger(__name__)
 Form = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # as Decoder.step
@@ -65,11 +65,12 @@ class FormChoice:
     ) -> str:
         """As kept, else as measured; the first of those that are as fast."""
 
+        why = "as measured before"
+
         def measure() -> dict[str, float]:
+            nonlocal why
             times = graph_ms(runs)
-            by_name = ", ".join(f"{name} {time:.3f}" for name, time in times.items())
-            said = "steps of %d rows, tables of %d pages: %s is the fastest, ms: %s"
-            logger.info(said, B, W, fastest(times), by_name)
+            why = "ms: " + ", ".join(f"{name} {time:.3f}" for name, time in times.items())
             return {f"graph {name}": time for name, time in times.items()}
 
         if len(runs) == 1:
@@ -82,7 +83,10 @@ class FormChoice:
             f"step {torch.cuda.get_device_name(self._device)} {self._told} B={B} W={W} "
             f"density={density_bucket(density)} of {', '.join(runs)}"
         )
-        return kept_or_measured(key, list(runs), ("graph",), measure)["graph"]
+        name = kept_or_measured(key, list(runs), ("graph",), measure)["graph"]
+        said = "steps of %d rows, tables of %d pages: %s is the fastest, %s"
+        logger.info(said, B, W, name, why)
+        return name
 
 
 def can_measure(device: torch.device) -> bool:
