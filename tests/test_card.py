@@ -163,7 +163,6 @@ def test_hostile_reports_and_tasks_mean_nothing(sparse, tmp_path):
         ({"fingerprint": "0"}, "is of another model"),
         ({"tasks": [{"task": "x"}]}, "is no whole evaluation ('accuracy')"),
         ({"text": {"score": {"cross_entropy": None}}}, "is no whole evaluation"),
-        ({"tasks": [{"task": "x", "accuracy": None}]}, "is no whole evaluation"),
         ({"answers": {"answers": 3, "kl": 0.1}}, "is no whole evaluation"),
     ],
 )

@@ -77,8 +77,6 @@ def one_ffn(N: int, K: int, dtype: str = "BF16") -> dict[str, tuple[str, list[in
         ({"hidden_act": ..., "activation_function": "gelu"}, ("'gelu'", "take another")),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ("gptq", "original")),
         ({"quantization_config": {"load_in_4bit": True}}, ("quantised", "original")),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}},
-         ("quantised (bitsandbytes)", "original")),
         ({"compression_config": {"format": "pack-quantized"}}, ("quantised", "original")),
         ({"text_config": {"hidden_act": "silu"}}, ("multimodal (text_config)", "text-only")),
         ({"vision_config": {}}, ("multimodal (vision_config)", "text-only")),

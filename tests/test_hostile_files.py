@@ -70,7 +70,6 @@ SIZES = [
     ({"num_key_value_heads": 4}, "k_proj.weight is [16, 32], by config.json it has 32 rows"),
     ({"num_key_value_heads": 4, "head_dim": None}, "k_proj.weight is [16, 32], by config.json"),
     ({"num_key_value_heads": 0}, "num_key_value_heads must be a whole number from 1, got 0"),
-    ({"head_dim": 0}, "head_dim must be a whole number from 1, got 0"),
     ({"max_position_embeddings": "256"}, "max_position_embeddings must be a whole number"),
     ({"num_attention_heads": True}, "num_attention_heads must be a whole number"),
     ({"sliding_window": 1.5}, "sliding_window must be a whole number"),

@@ -306,7 +306,6 @@ def test_a_sparse_model_answers(relu_llama, tmp_path, monkeypatch):
         ({"text": "a"}, "p.jsonl:2 must have a prompt, an instruction, a question or messages"),
         ({"prompt": "a", "messages": []}, "p.jsonl:2 must have a prompt or messages, it has both"),
         ({"prompt": "  "}, "p.jsonl:2 has no text in its prompt"),
-        ({"prompt": 7}, "p.jsonl:2 has no text in its prompt"),
         ({"instruction": "a", "input": 7}, "p.jsonl:2 has no text in its instruction"),
         ({"messages": []}, "p.jsonl:2 has no text in its messages"),
         ({"messages": [{"role": "user"}]}, "p.jsonl:2 has no text in its messages"),
