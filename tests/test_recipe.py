@@ -76,6 +76,13 @@ def test_kinds(write):
     assert resolve_recipe(write("data: a.txt")).data == ["a.txt"]
 
 
+def test_density_as_it_was_said_before(write):
+    assert resolve_recipe(write("target-sparsity: 0.97")).density == 0.03
+    assert resolve_recipe(None, {"target_sparsity": 0.9}).density == 0.1
+    text = refusal(UsageError, None, target_sparsity=2)
+    assert text == "density must be > 0 and < 1, got -1"
+
+
 def test_unknown_keys_are_named_with_what_was_meant(write):
     text = refusal(TwellError, write("max_tokens: 9\nlearnin-rate: 1\nxyz: 1\n3: 4\n"))
     assert "mine.yaml: " in text

@@ -122,6 +122,7 @@ def finetune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what it would take: time, memory and disk.")
     ] = False,
+    target_sparsity: Annotated[float | None, typer.Option(hidden=True)] = None,  # 1 - density
     flags: dict[str, Any],
 ) -> None:
     """Make a ReLU model sparse.
@@ -138,6 +139,8 @@ def finetune(
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
     if more:
         flags["data"] += more
+    if target_sparsity is not None:
+        flags["target-sparsity"] = target_sparsity
     recipe_file = file_of(recipe)
     settings = resolve_recipe(recipe or recipe_to_resume(out, resume), flags)
     check_report_to(settings.report_to)

@@ -177,8 +177,8 @@ def resolve_recipe(
     All that is wrong is listed: in a `TwellError` what the file says, in a `UsageError` the flags.
     """
     by_key = {flag_name(field.name): field for field in dataclasses.fields(Recipe)}
-    given = {flag_name(name): value for name, value in (flags or {}).items()}
-    values, wrong = _coerced({} if recipe is None else _read(recipe), by_key)
+    given = _density({flag_name(name): value for name, value in (flags or {}).items()})
+    values, wrong = _coerced({} if recipe is None else _density(_read(recipe)), by_key)
     flag_values, wrong_flags = _coerced(given, by_key)
     for one, other in (("max_steps", "max_tokens"), ("max_tokens", "max_steps")):
         if flag_values.get(one) is not None:
@@ -252,6 +252,14 @@ def _read(recipe: Recipe | str | Path) -> dict[str, Any]:
         known = ", ".join(recipe_names())
         raise UsageError(f"no recipe {recipe}: give a YAML file, or one of {known}")
     return read_settings(path, f"recipe {recipe}")
+
+
+def _density(given: dict) -> dict:
+    """`target-sparsity`, as recipes said before, as `density`."""
+    if (sparsity := given.pop("target-sparsity", None)) is not None:
+        is_number = isinstance(sparsity, int | float)
+        given["density"] = round(1 - sparsity, 12) if is_number else sparsity
+    return given
 
 
 def _coerced(given: dict, by_key: dict[str, dataclasses.Field]) -> tuple[dict[str, Any], list[str]]:
