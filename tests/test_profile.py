@@ -63,7 +63,6 @@ def test_figures_are_those_counted_by_hand(make_model, tmp_path, tokenizer, text
             assert getattr(layer, f"nnz_p{share}") == nnz[math.ceil(share * 960 / 100) - 1]
         assert layer.nnz_max == nnz[-1]
         assert layer.dead == int((~fired.any(0)).sum())
-        gate = gate.bfloat16()
         packed = pack(gate, found.tile, layer.slots)
         assert layer.overflow == packed.overflowed.double().mean() == 0
         fewer = pack(gate, found.tile, max(1, layer.slots - 8))

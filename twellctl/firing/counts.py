@@ -17,7 +17,7 @@ from twellctl.firing.profiled import LayerProfile
 Count = Callable[[int, Tensor, Tensor], None]
 Look = Callable[[int, Tensor], None]
 SLOTS_STEP = 8
-# share of rows that may not fit into the chosen slots: a tile of such a row is multiplied
+# share of rows that the chosen slots may send to the backup: a tile of such a row is multiplied
 # anew, and more slots cost memory but next to no time
 MAX_OVERFLOW = 1e-5
 COUNTED_AT_ONCE = 8192  # tokens of one forward
@@ -87,7 +87,7 @@ class LayerCount:
             self.by_group.index_add_(0, groups, nnz)
         tiles = F.pad(fired, (0, -fired.shape[-1] % self.tile)).unflatten(-1, (-1, self.tile))
         fullest = tiles.sum(-1).amax(-1)
-        # whatever the slots, a row that is not finite does not fit
+        # whatever the slots, a row that is not finite goes to the backup
         fullest = torch.where(gate.isfinite().all(-1), fullest, self.tile + 1)
         self.fullest += fullest.bincount(minlength=len(self.fullest))
         self._enlarge(0, gate)

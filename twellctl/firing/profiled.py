@@ -20,7 +20,7 @@ class LayerProfile:
     """One layer: neurons that fired a token (`nnz`), and what its tiles need.
 
     `nnz_p99` is the smallest count that 99 % of the tokens do not exceed. `dead` neurons fired on
-    no token. `overflow` is the share of tokens whose row does not fit into `slots` a tile.
+    no token. `overflow` is the share of tokens whose row goes to the backup, given `slots` a tile.
     `largest_gate` is the largest gate by its size before the activation, `largest_hidden` the
     largest of active gate times up: what fp16 must hold.
     """

@@ -30,7 +30,7 @@ def profiled(result: Any, saved_as: Any = None) -> None:
         f"{result.dead_fraction:.2%}; {result.windows} windows of {result.seq_len} tokens"
     )
     note_overlap(result.distinct_tokens, result.tokens)
-    ui.say(f"slots: places in a tile of {result.tile}; overflow: rows that do not fit")
+    ui.say(f"slots: places in a tile of {result.tile}; overflow: rows that would go to the backup")
     _densities("position", [(part.span, part) for part in result.by_position])
     if len(result.by_kind) > 1:
         _densities("kind of text", [(part.kind, part) for part in result.by_kind])
