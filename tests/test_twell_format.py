@@ -13,11 +13,6 @@ SHAPES = [
     (1, 1, 1, 1), (1, 256, 256, 64), (5, 300, 256, 8), (7, 1000, 64, 64), (3, 17, 32, 5),
     (0, 40, 16, 4), (2, 65536, 256, 8), (2, 65536, 65536, 65536),
 ]  # fmt: skip
-# NaN with a payload (both signs), +-Inf, +-0, the smallest and largest denormal, one, minus one
-ODD_16 = {
-    torch.bfloat16: [0x7FC1, 0xFFA5, 0x7F80, 0xFF80, 0, 0x8000, 1, 0x007F, 0x8001, 0x3F80, 0xBF80],
-    torch.float16: [0x7E01, 0xFD55, 0x7C00, 0xFC00, 0, 0x8000, 1, 0x03FF, 0x8001, 0x3C00, 0xBC00],
-}
 
 
 @pytest.fixture
@@ -90,13 +85,10 @@ def test_round_trip_of_any_bits(dtype, seed):
     assert_round_trip(finite, 32, 20)
 
 
-@pytest.mark.parametrize("dtype", list(ODD_16))
-def test_round_trip_of_every_odd_value_alone(dtype):
-    for pattern in ODD_16[dtype]:
-        gate = torch.full((3, 40), -1.0, dtype=dtype)
-        gate[1, 17] = torch.tensor([pattern], dtype=torch.uint16).view(dtype)[0]
-        assert_round_trip(gate, 16, 2)
-        assert pack(gate, 16, 2).overflowed[1] == (not gate[1, 17].isfinite())
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_round_trip_of_all_that_16_bits_hold(dtype):
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype).view(-1, 64)
+    assert_round_trip(patterns, 16, 16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -173,30 +173,20 @@ def test_sigterm_ends_the_command_with_0(started, relu_llama):
     assert re.search(r" 127\.0\.0\.1 POST /v1/completions 503 \d+\+\d+ tokens \d+ ms$", line)
 
 
-def test_the_form_that_steps_take_is_noted_while_it_serves(relu_llama):
-    logger = logging.getLogger("twellctl.decoding.step_forms")
-
-    def ready(served: ServedModel, url: str) -> None:
-        logger.info("steps of %d rows: %s", 2, "union")
-        raise KeyboardInterrupt
-
-    notes: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        serve_local(relu_llama, port=0, on_ready=ready, note=notes.append)
-    logger.info("steps of 3 rows")
-    assert [note for note in notes if note.startswith("steps")] == ["steps of 2 rows: union"]
-
-
-def test_threads_take_short_turns_while_it_serves(relu_llama):
-    seen, before = [], sys.getswitchinterval()
+def test_while_it_serves_threads_take_short_turns_and_forms_of_steps_are_noted(relu_llama):
+    seen, before, notes = [], sys.getswitchinterval(), []
+    forms = logging.getLogger("twellctl.decoding.step_forms")
 
     def on_ready(served: ServedModel, url: str) -> None:
         seen.append(sys.getswitchinterval())
+        forms.info("steps of %d rows: %s", 2, "union")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    serve_local(relu_llama, port=0, drain=0, on_ready=on_ready)
+    serve_local(relu_llama, port=0, drain=0, on_ready=on_ready, note=notes.append)
+    forms.info("steps of 3 rows")
     assert seen == [pytest.approx(0.0005)]
     assert sys.getswitchinterval() == before
+    assert [note for note in notes if note.startswith("steps")] == ["steps of 2 rows: union"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
