@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from twellctl.bench.settings import MOST_ROWS, DecodeSettings
 from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.cli.command import command
-from twellctl.cli.flags import made, takes
+from twellctl.cli.flags import takes
 from twellctl.errors import TwellError, UsageError
 from twellctl.fitting.settings import Fit
 from twellctl.here.resources import resource_dir
@@ -253,9 +253,7 @@ def test_flags_are_those_given():
     assert ran(takes(One))[0] == {}
     words = ("me", "--size", "8", "--size", "24", "--no-fast", "--mode", "b")
     flags, _ = ran(takes(One), *words)
-    expected = {"NAME": "me", "size": [8, 24], "fast": False, "mode": ["b"]}
-    assert flags == expected
-    assert made(One, flags) == One(name="me", sizes=(8, 24), fast=False, modes=("b",))
+    assert flags == {"name": "me", "sizes": (8, 24), "fast": False, "modes": ("b",)}
 
 
 def test_the_help_says_the_defaults():

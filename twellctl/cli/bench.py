@@ -10,7 +10,7 @@ import typer
 
 from twellctl.bench.settings import DecodeSettings, ModelSettings
 from twellctl.cli.command import JsonFile, command, show_help, telling
-from twellctl.cli.flags import made, takes
+from twellctl.cli.flags import takes
 from twellctl.errors import TwellError
 from twellctl.screens import ui
 from twellctl.screens.bench import benched, decoded
@@ -32,10 +32,9 @@ def model(*, flags: dict[str, Any], json: JsonFile = None) -> None:
     a random one. Attention is causal SDPA without a mask on every side. Below 8192 tokens CUDA
     graphs are replayed, else plain calls are timed.
     """
-    settings = made(ModelSettings, flags)
     from twellctl.bench.model import bench_model
 
-    _run(bench_model, settings, json, benched)
+    _run(bench_model, ModelSettings(**flags), json, benched)
 
 
 @command(app, "bench decode exported --data heldout.jsonl --batch 1", name="decode")
@@ -49,10 +48,9 @@ def decode(*, flags: dict[str, Any], json: JsonFile = None) -> None:
     of --config. Beside each figure stands its floor: the bytes that a step must read, at the speed
     at which this device copies.
     """
-    settings = made(DecodeSettings, flags)
     from twellctl.bench.decode import bench_decode
 
-    _run(bench_decode, settings, json, decoded)
+    _run(bench_decode, DecodeSettings(**flags), json, decoded)
 
 
 def _run(

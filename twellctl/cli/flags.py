@@ -4,27 +4,25 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import Field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from twellctl.settings import flag_of, kind_of
 
-S = TypeVar("S")
 Command = Callable[..., None]
 
 
 def takes(kind: type) -> Callable[[Command], Command]:
     """Give `run(..., flags)` an option for each field of a dataclass of settings.
 
-    `flags` are those given, by name as on the command line. The options stand in the help where
-    `flags` stands among the parameters.
+    `flags` are those given, by the names of their fields; many values are a tuple. The options
+    stand in the help where `flags` stands among the parameters.
     """
     options, group = {}, None
-    for flag, field in _by_flag(kind).items():
+    for field in dataclasses.fields(kind):
         group = field.metadata["group"] or group
-        options[flag] = _parameter(flag, field, group)
-    names = {option.name: flag for flag, option in options.items()}
+        options[field.name] = _parameter(field, group)
 
     def decorate(run: Command) -> Command:
         parameters = []
@@ -32,8 +30,9 @@ def takes(kind: type) -> Callable[[Command], Command]:
             parameters += options.values() if own.name == "flags" else [own]
 
         def with_options(**given: Any) -> None:
-            flags = {flag: given.pop(name) for name, flag in names.items()}
-            run(**given, flags={k: v for k, v in flags.items() if v not in (None, [], ())})
+            flags = {name: given.pop(option.name) for name, option in options.items()}
+            flags = {k: tuple(v) if isinstance(v, list) else v for k, v in flags.items()}
+            run(**given, flags={k: v for k, v in flags.items() if v not in (None, ())})
 
         with_options.__name__, with_options.__doc__ = run.__name__, run.__doc__
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -41,21 +40,6 @@ def takes(kind: type) -> Callable[[Command], Command]:
         return with_options
 
     return decorate
-
-
-def made(kind: type[S], flags: dict[str, Any]) -> S:
-    """The settings of `flags`."""
-    fields = _by_flag(kind)
-    return kind(
-        **{
-            fields[flag].name: tuple(value) if isinstance(value, list) else value
-            for flag, value in flags.items()
-        }
-    )
-
-
-def _by_flag(kind: type) -> dict[str, Field]:
-    return {flag_of(field): field for field in dataclasses.fields(kind)}
 
 
 def _default(field: Field) -> str:
@@ -68,8 +52,8 @@ def _default(field: Field) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _parameter(flag: str, field: Field, group: str | None) -> inspect.Parameter:
-    kind, _, many = kind_of(field)
+def _parameter(field: Field, group: str | None) -> inspect.Parameter:
+    flag, (kind, _, many) = flag_of(field), kind_of(field)
     choices, text = field.metadata["choices"], field.metadata["help"]
     if default := _default(field):
         text = f"{text} [default: {default}]"

@@ -1,6 +1,5 @@
 """The commands that make a model sparse. Nothing heavy is imported before one runs."""
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from twellctl.cli.command import Model, Out, Overwrite, Revision, be_quiet_unless_first
-from twellctl.cli.flags import made, takes
-from twellctl.cli.use import TemplateArguments, template_arguments
+from twellctl.cli.flags import takes
+from twellctl.cli.use import TemplateArguments
 from twellctl.errors import UsageError
 from twellctl.fitting.settings import Fit
 from twellctl.screens import make as screen
@@ -43,15 +42,13 @@ def convert(
     ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
 
-    settings = dataclasses.asdict(made(Fit, flags))
-    settings = {k: settings[k] for k in (flag.replace("-", "_") for flag in flags)}
     if dry_run:
         from twellctl.fitting.plan import plan
 
-        screen.planned(plan(model, revision=revision, **settings))
+        screen.planned(plan(model, revision=revision, **flags))
         return
     how = {"revision": revision, "overwrite": overwrite}
-    screen.converted(run(model, out, **how, doing=ui.doing, told=screen.fitting, **settings), model)
+    screen.converted(run(model, out, **how, doing=ui.doing, told=screen.fitting, **flags), model)
 
 
 @takes(Writing)
@@ -86,12 +83,12 @@ def write(
         out,
         prompts=prompts,
         revision=revision,
-        chat_template_kwargs=template_arguments(chat_template_kwargs),
+        chat_template_kwargs=chat_template_kwargs,
         overwrite=overwrite,
         doing=stage.begin,
         progress=partial(screen.written_so_far, stage),
         note=ui.note,
-        **vars(made(Writing, flags)),
+        **flags,
     )
     ui.say(
         f"{done.out}: {done.texts} texts, {done.tokens} tokens, {done.cut} texts cut at "
@@ -135,12 +132,12 @@ def finetune(
     from twellctl.training.recipe import check_report_to, file_of, recipe_to_resume, resolve_recipe
 
     be_quiet_unless_first()
-    if more and ("data" not in flags or "eval-data" in flags):
+    if more and ("data" not in flags or "eval_data" in flags):
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
     if more:
-        flags["data"] += more
+        flags["data"] += tuple(more)
     if target_sparsity is not None:
-        flags["target-sparsity"] = target_sparsity
+        flags["target_sparsity"] = target_sparsity
     recipe_file = file_of(recipe)
     settings = resolve_recipe(recipe or recipe_to_resume(out, resume), flags)
     check_report_to(settings.report_to)

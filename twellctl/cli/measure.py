@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from twellctl.cli.command import JsonFile, telling
-from twellctl.cli.flags import made, takes
-from twellctl.cli.use import TemplateArguments, template_arguments
+from twellctl.cli.flags import takes
+from twellctl.cli.use import TemplateArguments
 from twellctl.evaluation.settings import Comparing, Evaluating, Reading
 from twellctl.screens import measure as screen
 from twellctl.screens import ui
@@ -37,7 +37,7 @@ def profile(
     from twellctl.profile import profile as run
 
     with ui.progress("windows") as progress:
-        done = run(model, **vars(made(Reading, flags)), progress=progress)
+        done = run(model, **flags, progress=progress)
     tell(done, partial(screen.profiled, saved_as=json))
 
 
@@ -69,8 +69,7 @@ def evaluate(
 
     stage = ui.Stage()
     shown = {"doing": stage.begin, "progress": stage.show, "note": ui.note}
-    given = template_arguments(chat_template_kwargs)
-    done = run(model, **vars(made(Evaluating, flags)), chat_template_kwargs=given, **shown)
+    done = run(model, **flags, chat_template_kwargs=chat_template_kwargs, **shown)
     tell(done, screen.evaluated)
 
 
@@ -94,6 +93,6 @@ def compare(
     ui.doing("loading PyTorch and transformers")
     from twellctl.compare import compare as run
 
-    stage, given = ui.Stage(), template_arguments(chat_template_kwargs)
-    how = {"chat_template_kwargs": given, "doing": stage.begin, "progress": stage.show}
-    screen.compared(run(base, sparse, **vars(made(Comparing, flags)), **how))
+    stage = ui.Stage()
+    how = {"chat_template_kwargs": chat_template_kwargs, "doing": stage.begin}
+    screen.compared(run(base, sparse, **flags, **how, progress=stage.show))

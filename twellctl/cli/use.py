@@ -8,7 +8,7 @@ import typer
 
 from twellctl.cli import interrupts
 from twellctl.cli.command import Model
-from twellctl.cli.flags import made, takes
+from twellctl.cli.flags import takes
 from twellctl.errors import TwellError, UsageError, reason
 from twellctl.files.strict_json import parse_json
 from twellctl.generate import Answering, Chat, Drawing
@@ -16,14 +16,28 @@ from twellctl.screens import ui
 from twellctl.screens.use import diagnosed, end, generated, log, serving
 from twellctl.serving.settings import Serving
 
+
+def template_arguments(given: str) -> dict[str, Any]:
+    """The object in --chat-template-kwargs; `UsageError` for what is none."""
+    try:
+        found = parse_json(given)
+    except ValueError as error:
+        raise UsageError(f"chat-template-kwargs is no JSON ({reason(error)})") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"chat-template-kwargs must be a JSON object, got {given}")
+    return found
+
+
 ChatTemplate = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="A chat template (Jinja) in the place of the model's."),
 ]
 TemplateArguments = Annotated[
-    str | None,
+    dict | None,
     typer.Option(
-        metavar="JSON", help="What the chat template is to know: '{\"enable_thinking\": false}'."
+        metavar="JSON",
+        parser=template_arguments,
+        help="What the chat template is to know: '{\"enable_thinking\": false}'.",
     ),
 ]
 
@@ -37,17 +51,6 @@ Gates = Annotated[
     ),
 ]
 COMMANDS = "/new begins again, /system TEXT says how to answer, /exit ends; Ctrl-C stops an answer"
-
-
-def template_arguments(given: str | None) -> dict[str, Any]:
-    """The object in --chat-template-kwargs; `UsageError` for what is none."""
-    try:
-        found = parse_json(given) if given else {}
-    except ValueError as error:
-        raise UsageError(f"chat-template-kwargs is no JSON ({reason(error)})") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"chat-template-kwargs must be a JSON object, got {given}")
-    return found
 
 
 @takes(Drawing)
@@ -84,10 +87,10 @@ def generate(
         text,
         chat=chat,
         chat_template=chat_template,
-        chat_template_kwargs=template_arguments(chat_template_kwargs),
+        chat_template_kwargs=chat_template_kwargs,
         gates=gates,
         note=ui.note,
-        **vars(made(Drawing, flags)),
+        **flags,
     )
     try:
         ui.stream(answer)
@@ -110,13 +113,12 @@ def chat(
     A line is a message; what was said before goes with it. /new begins again, /system TEXT says how
     to answer and begins again, /exit or the end of input ends. Ctrl-C stops an answer.
     """
-    arguments = template_arguments(chat_template_kwargs)
     ui.doing(f"loading {model}")
     from twellctl.generate import load
 
     loaded = load(model, chat_template=chat_template, gates=gates, note=ui.note)
-    how = vars(made(Answering, flags))
-    _converse(Chat(loaded, system, **how, chat_template_kwargs=arguments))
+    how = vars(Answering(**flags)) | {"chat_template_kwargs": chat_template_kwargs}
+    _converse(Chat(loaded, system, **how))
 
 
 def _converse(chat: Chat) -> None:
@@ -205,12 +207,12 @@ def serve_local(
         allow_hosts=allow_host or (),
         names=served_model_name or (),
         chat_template=chat_template,
-        chat_template_kwargs=template_arguments(chat_template_kwargs),
+        chat_template_kwargs=chat_template_kwargs,
         gates=gates,
         on_ready=serving,
         log=log if access_log else None,
         note=ui.note,
-        **vars(made(Serving, flags)),
+        **flags,
     )
     interrupts.ignore()  # one that came late, before the process has ended
     end()
