@@ -23,9 +23,8 @@ def run_all(scheduler: Scheduler, prompts: list[list[int]], how: Sampling) -> tu
     """What an engine writes behind each prompt, and its tokens in their order; no page stays."""
     ids, tokens = [[] for _ in prompts], []
     for events in scheduler.run(prompts, how):
-        for sequence, event in events:
-            assert not isinstance(event, Exception), event
-            ids[sequence.client] += [event.id] if event else []
-            tokens += [event] if event else []
+        for sequence, token in events:
+            ids[sequence.client].append(token.id)
+            tokens.append(token)
     assert scheduler.pool.free == scheduler.pool.capacity
     return ids, tokens

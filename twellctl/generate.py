@@ -122,15 +122,11 @@ class Generation:
         self._times.append(time.perf_counter())
         try:
             for events in self._scheduler.run([self._prompt], self._sampling):
-                for _, event in events:
-                    if isinstance(event, EngineError):
-                        raise event
-                    if event is None:
-                        continue
+                for _, token in events:
                     self._times.append(time.perf_counter())
-                    self._ended = event.id in self._scheduler.eos_tokens
+                    self._ended = token.id in self._scheduler.eos_tokens
                     if not self._ended:
-                        yield event.id
+                        yield token.id
         except EngineError as error:
             raise TwellError(str(error)) from error
 

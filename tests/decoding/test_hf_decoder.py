@@ -69,7 +69,7 @@ def test_densities_are_counted_at_the_activation(tiny, prompts, family):
     model, found = tiny(family), []
     scheduler = open_scheduler(model)
     for events in scheduler.run(prompts[1:3], Sampling(8, 0, densities=True)):
-        found += [(sequence, token) for sequence, token in events if token]
+        found += events
     for i in range(2):
         (sequence, *_), tokens = zip(*[e for e in found if e[0].client == i], strict=True)
         known = fired_shares(model, sequence.tokens[:-1])[-8:]
@@ -83,9 +83,9 @@ def test_densities_are_counted_at_the_activation(tiny, prompts, family):
 def test_log_probabilities_are_the_models_own(tiny, prompts):
     model = tiny()
     sampling = Sampling(6, 1.3, 0.8, 20, seed=4, top_logprobs=3)
-    found = []
-    for events in open_scheduler(model).run([prompts[1]], sampling):
-        found += [(sequence, token) for sequence, token in events if token]
+    found = [
+        told for events in open_scheduler(model).run([prompts[1]], sampling) for told in events
+    ]
     tokens = found[0][0].tokens
     with torch.no_grad():
         known = model(torch.tensor([tokens])).logits[0, -7:-1].log_softmax(-1)

@@ -250,8 +250,8 @@ def test_run_leaves_nothing_behind_when_it_is_left():
     assert_nothing_is_held(scheduler)
     tokens = {0: [], 1: []}
     for events in scheduler.run([[1], [2]], Sampling(5, 0)):
-        for sequence, event in events:
-            tokens[sequence.client] += [event.id] if event else []
+        for sequence, token in events:
+            tokens[sequence.client].append(token.id)
     assert tokens == {0: expected([1], 5), 1: expected([2], 5)}
 
 

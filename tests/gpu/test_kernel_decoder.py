@@ -343,8 +343,8 @@ def test_what_is_told_of_a_token():
     def run(*sampling, **more) -> list[list]:
         found = [[] for _ in prompts]
         for events in scheduler.run(prompts, Sampling(NUM_TOKENS, *sampling, **more)):
-            for sequence, event in events:
-                found[sequence.client] += [event] if event else []
+            for sequence, token in events:
+                found[sequence.client].append(token)
         return found
 
     def ids(rows: list[list]) -> list[list[int]]:

@@ -62,17 +62,12 @@ def timed_run(scheduler: Scheduler, prompts: Prompts, num_tokens: int) -> TimedR
     seconds, last = [], None
     for events in scheduler.run(prompts, Sampling(num_tokens, 0, ignore_eos=True)):
         now = time.perf_counter()
-        told = 0
-        for sequence, event in events:
-            if isinstance(event, EngineError):
-                raise event
-            if event is not None:
-                tokens[sequence.client].append(event.id)
-                told += 1
-        whole = told == len(prompts) and min(map(len, tokens)) > 1
+        for sequence, token in events:
+            tokens[sequence.client].append(token.id)
+        whole = len(events) == len(prompts) and min(map(len, tokens)) > 1
         if whole and last is not None:
             seconds.append(now - last)
-        last = now if told else last
+        last = now if events else last
     return TimedRun(tokens, seconds)
 
 

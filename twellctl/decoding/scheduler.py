@@ -101,17 +101,23 @@ class Scheduler:
         self._leave()
         return events
 
-    def run(self, prompts: Tokens[Tokens[int]], sampling: Sampling) -> Iterator[list[Event]]:
-        """Continue `prompts` in this thread: what became of them, step by step.
+    def run(
+        self, prompts: Tokens[Tokens[int]], sampling: Sampling
+    ) -> Iterator[list[tuple[Sequence, Token]]]:
+        """Continue `prompts` in this thread: their tokens, step by step.
 
-        Events name sequences whose `client` is the prompt's index.
+        The `client` of a sequence is the prompt's index. Raises the first `EngineError`.
         """
         mine = [Sequence(prompt, sampling, i) for i, prompt in enumerate(prompts)]
         try:
             for sequence in mine:
                 self.add(sequence)
             while not all(sequence.gone for sequence in mine):
-                yield self.advance()
+                events = self.advance()
+                yield [(whose, event) for whose, event in events if isinstance(event, Token)]
+                for _, event in events:
+                    if isinstance(event, EngineError):
+                        raise event
         finally:
             for sequence in mine:
                 self.cancel(sequence)

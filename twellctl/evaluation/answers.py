@@ -92,12 +92,11 @@ def _one_by_one(
     """As `bulk.answers`, by a model whose steps cannot be batched."""
     scheduler = open_scheduler(model, [tokenizer.eos_token_id], max_running=1)
     for place, prompt in enumerate(prompts):
-        tokens = []
-        for events in scheduler.run([prompt], Sampling(max_new_tokens, temperature=0)):
-            for _, event in events:
-                if isinstance(event, EngineError):
-                    raise TwellError(str(event)) from event
-                tokens += [] if event is None else [event.id]
+        made = scheduler.run([prompt], Sampling(max_new_tokens, temperature=0))
+        try:
+            tokens = [token.id for events in made for _, token in events]
+        except EngineError as error:
+            raise TwellError(str(error)) from error
         yield place, tokens
 
 
