@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from twellctl.bundle.twell_config import new_twell
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.home import from_home
-from twellctl.files.outputs import Claim, check_inputs, claimed
+from twellctl.files.outputs import claimed
 from twellctl.files.strict_json import to_json
 from twellctl.fitting.settings import Fit
 from twellctl.models.card import write_card
@@ -98,13 +98,8 @@ def _fitted(
     run, inputs = run_folder(out), [*map(from_home, (model, *fit.data)), *text_files(fit.data)]
     world = PartialState(cpu=not torch.cuda.is_available())
     with contextlib.ExitStack() as held:
-
-        def claim_it() -> Claim:
-            claim = held.enter_context(claimed(out, overwrite=overwrite, inputs=inputs))
-            check_inputs(run, inputs)
-            return claim
-
-        claim = in_the_first(world, claim_it)
+        claiming = claimed(out, overwrite=overwrite, inputs=inputs, run=run)
+        claim = in_the_first(world, lambda: held.enter_context(claiming))
         checkpoint = in_all(lambda: _opened(model, revision))
         checkpoint.require_tokenizer()
         doing("reading and tokenising the text")

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 from twellctl.errors import TwellError, UsageError, bounded, reason
 from twellctl.evaluation.results import AnswerScore
 from twellctl.files.home import from_home
-from twellctl.files.outputs import Claim, check_inputs, claimed
+from twellctl.files.outputs import Claim, claimed
 from twellctl.files.strict_json import json_text
 from twellctl.models.card import write_card
 from twellctl.models.carried import METRICS_FILE, copy_side_files, write_config
@@ -122,22 +122,13 @@ def finetune(
     asked = settings_of(public_recipe(recipe)) | how
     processes.check_same(asked, "start all with the same command")
     with contextlib.ExitStack() as held:
-        claim = processes.in_the_first(
-            world, lambda: held.enter_context(_claimed(out, inputs, overwrite))
-        )
+        claiming = claimed(out, overwrite=overwrite, inputs=inputs, run=run_folder(out))
+        claim = processes.in_the_first(world, lambda: held.enter_context(claiming))
         checkpoint = processes.in_all(lambda: open_checkpoint(model))
         result = _finetune(checkpoint, out, claim, recipe, world, progress, **how)
         if world.is_main_process:
             runs.discard(run_folder(out), out, progress.note)
     return result
-
-
-@contextlib.contextmanager
-def _claimed(out: Path, inputs: list[Path], overwrite: bool) -> Iterator[Claim]:
-    """`out`, and with it `OUT.run`, for this process alone; neither holds any of `inputs`."""
-    with claimed(out, overwrite=overwrite, inputs=inputs) as claim:
-        check_inputs(run_folder(out), inputs)
-        yield claim
 
 
 def _finetune(
@@ -190,8 +181,8 @@ def _finetune(
                 raise SystemExit(1) from error
             raise LostProcess(_LOST + _kept(run)) from error
         finally:
-            if world.is_main_process:
-                runs.discard_unstarted(run, out, progress.note)
+            if world.is_main_process and runs.last_checkpoint(run) is None:
+                runs.discard(run, out, progress.note)
     return result
 
 

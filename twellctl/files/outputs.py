@@ -54,13 +54,14 @@ def claimed(
     *,
     overwrite: bool = False,
     inputs: Iterable[Path] = (),
+    run: Path | None = None,
     not_ours: Callable[[Path], str | None] = not_ours_in_model,
 ) -> Iterator["Claim"]:
-    """Keep `out` for this process while the block runs.
+    """Keep `out`, and its `run` folder if it has one, for this process while the block runs.
 
     `TwellError`, before any work, for an `out` that cannot be written, that another process is
-    writing, that exists (with `overwrite`: of which `not_ours` says something), or that one of
-    `inputs` lies in.
+    writing, that exists (with `overwrite`: of which `not_ours` says something), or where one of
+    `inputs` lies in either.
     """
     claim = Claim(out, out.resolve(), overwrite, tuple(inputs), not_ours)
     claim.check()
@@ -68,6 +69,8 @@ def claimed(
     try:
         with workspace_beside(claim.target):
             claim.check()  # again: a run that was killed may have laid the old one aside
+            if run is not None:
+                check_inputs(run, claim.inputs)
             yield claim
     finally:
         for parent in new_parents:
@@ -222,14 +225,11 @@ class Claim:
         if not self.target.exists():
             stage.rename(self.target)
         elif not exchange(stage, self.target):
-            self._replace_in_two_steps(stage)
-
-    def _replace_in_two_steps(self, stage: Path) -> None:
-        try:
-            lay_aside(self.target)
-            stage.rename(self.target)
-        finally:
-            restore(self.target)
+            try:
+                lay_aside(self.target)
+                stage.rename(self.target)
+            finally:
+                restore(self.target)
 
 
 def _holds_current_folder(target: Path) -> bool:

@@ -81,12 +81,6 @@ def check_began_with(run: Path, model: str) -> None:
         raise UsageError(f"{run} is a run of {began}, got {model}: resume it with that model")
 
 
-def discard_unstarted(run: Path, out: Path, note: Callable[[str], None]) -> None:
-    """Remove the run folder of `out` if it holds no checkpoint."""
-    if last_checkpoint(run) is None:
-        discard(run, out, note)
-
-
 def discard(run: Path, out: Path, note: Callable[[str], None]) -> None:
     """Remove the run folder of `out`, which is claimed; `note` says what could not be removed.
 
