@@ -92,8 +92,8 @@ def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def opened(checkpoint: Checkpoint) -> Iterator[Callable[[str], Tensor]]:
-    """What reads a tensor of the plain ReLU model by its name, on the CPU."""
+def opened(checkpoint: Checkpoint) -> Iterator[Callable[..., Tensor]]:
+    """What reads a tensor of the plain ReLU model by its name, or some rows of it, on the CPU."""
     form = form_factors(checkpoint)
     with contextlib.ExitStack() as files:
         shards = {
@@ -101,9 +101,11 @@ def opened(checkpoint: Checkpoint) -> Iterator[Callable[[str], Tensor]]:
             for shard in checkpoint.shards
         }
 
-        def read(name: str) -> Tensor:
-            tensor = shards[checkpoint.tensors[name].shard].get_tensor(name)
-            return scaled(tensor, 1 / form[name]) if name in form else tensor
+        def read(name: str, rows: slice = slice(None)) -> Tensor:
+            tensor = shards[checkpoint.tensors[name].shard].get_slice(name)[rows]
+            if (factor := form.get(name)) is None:
+                return tensor
+            return scaled(tensor, 1 / (factor[rows] if len(factor) > 1 else factor))
 
         yield read
 

@@ -8,13 +8,11 @@ No process ever holds a whole model: each reads its own rows, and what is writte
 tensor at a time, a file of at most `FILE_BYTES` at once.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,9 +22,8 @@ from transformers import PreTrainedModel
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.head_loss import whole
-from twellctl.models.loading import form_factors, refuse_not_finite, stored_dtypes, without_values
+from twellctl.models.loading import opened, refuse_not_finite, stored_dtypes, without_values
 from twellctl.models.shard_writer import write_shards
-from twellctl.models.silu_form import scaled
 from twellctl.training.layer_states import ffn_layers
 from twellctl.training.processes import in_all
 
@@ -91,21 +88,13 @@ def load_sharded(
 
 @torch.no_grad()
 def _read(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    form = form_factors(checkpoint)
-    with contextlib.ExitStack() as files:
-        opened = {
-            file: files.enter_context(safe_open(checkpoint.path / file, framework="pt"))
-            for file in checkpoint.shards
-        }
+    with opened(checkpoint) as read:
         for name, weight in [*model.named_parameters(), *_stored_buffers(model)]:
-            stored = checkpoint.tensors[_stored_name(model, name, checkpoint)]
-            own = slice(None)
+            stored, own = _stored_name(model, name, checkpoint), slice(None)
             if isinstance(weight, DTensor):
                 own = rows(len(weight), dist.get_rank(), dist.get_world_size())
-            part = opened[stored.shard].get_slice(stored.name)[own]
-            if (factor := form.get(stored.name)) is not None:
-                part = scaled(part, 1 / (factor[own] if len(factor) > 1 else factor))
-            refuse_not_finite(checkpoint, [(stored.name, part)])
+            part = read(stored, own)
+            refuse_not_finite(checkpoint, [(stored, part)])
             local(weight).copy_(part)
 
 
