@@ -44,7 +44,7 @@ def bench_decode(
         densities = (1.0,) if settings.model else settings.densities
         models = tuple(
             # opened in the call, so that one is gone before the next is made
-            _measured(settings, _opened(settings, d, device, note), bandwidth, note, progress)
+            _Run(settings, _opened(settings, d, device, note), bandwidth, note).measured(progress)
             for d in densities
         )
     return DecodeBench(device_facts(device), asdict(settings), bandwidth, models)
@@ -66,34 +66,8 @@ def _opened(
     return subject
 
 
-def _measured(
-    settings: DecodeSettings,
-    subject: Subject,
-    bandwidth: float,
-    note: Callable[[str], None],
-    progress: Callable[[int, int], None],
-) -> DecodeModel:
-    models, most = subject.models, max(settings.batches)
-    prompts = subject.windows(most, settings.prompt_tokens).tolist()
-    forms, without_twell = forms_of(models, dense_fp8=settings.dense_fp8, gates=settings.gates)
-    run = _Run(settings, subject, prompts, bandwidth, note)
-    # a fitted model's dense forms leave out its map, and so write noise
-    run.judges_dense = without_twell is not None or not mapped_neurons(models.bf16.config)
-    for number, form in enumerate(forms):
-        progress(number, len(forms))
-        run.add(form)
-    points = tuple(
-        DecodePoint(batch, tuple(run.found[batch]), run.skipped[batch])
-        for batch in settings.batches
-    )
-    density = points[0].forms[-1].density
-    random = "" if subject.checkpoint else f"random, {subject.described['layers']} layers, "
-    what = f"{models.called} ({random}{density:.2%} of the neurons fire)"
-    return DecodeModel(what, subject.described, points, without_twell)
-
-
 class _Run:
-    """What was found of each form, and why others were left out, by batch size."""
+    """What was found of each form of a model, and why others were left out, by batch size."""
 
     judges_dense = True
 
@@ -101,16 +75,34 @@ class _Run:
         self,
         settings: DecodeSettings,
         subject: Subject,
-        prompts: list[list[int]],
         bandwidth: float,
         note: Callable[[str], None],
     ):
-        self.settings, self.subject, self.prompts = settings, subject, prompts
+        self.settings, self.subject = settings, subject
         self.bandwidth, self.note = bandwidth, note
+        self.prompts = subject.windows(max(settings.batches), settings.prompt_tokens).tolist()
         self.found: dict[int, list[DecodeForm]] = {batch: [] for batch in settings.batches}
         self.skipped: dict[int, dict[str, str]] = {batch: {} for batch in settings.batches}
 
-    def add(self, form: ModelForm) -> None:
+    def measured(self, progress: Callable[[int, int], None]) -> DecodeModel:
+        """Run all forms; `progress(done, total)` counts them."""
+        settings, subject, models = self.settings, self.subject, self.subject.models
+        forms, without_twell = forms_of(models, dense_fp8=settings.dense_fp8, gates=settings.gates)
+        # a fitted model's dense forms leave out its map, and so write noise
+        self.judges_dense = without_twell is not None or not mapped_neurons(models.bf16.config)
+        for number, form in enumerate(forms):
+            progress(number, len(forms))
+            self._add(form)
+        points = tuple(
+            DecodePoint(batch, tuple(found), self.skipped[batch])
+            for batch, found in self.found.items()
+        )
+        density = points[0].forms[-1].density
+        random = "" if subject.checkpoint else f"random, {subject.described['layers']} layers, "
+        what = f"{models.called} ({random}{density:.2%} of the neurons fire)"
+        return DecodeModel(what, subject.described, points, without_twell)
+
+    def _add(self, form: ModelForm) -> None:
         """Run a form at each batch size."""
         left = list(self.found)
         try:

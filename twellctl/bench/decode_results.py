@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Rivals, Run, compared, finite
+from twellctl.bench.results import Rivals, Run, compared, finite
 
 # standard deviations of the logits; rounding in bf16 stays far below, a token at random far above
 ALLOWED_SHORTFALL = 0.25
@@ -77,18 +77,8 @@ class DecodePoint(Rivals):
     skipped: dict[str, str]
 
     @property
-    def dense(self) -> DecodeForm:
-        """The dense form in our engine, over which ratios are."""
-        return next(form for form in self.forms if form.name == DENSE)
-
-    @property
-    def dense_fp8(self) -> DecodeForm | None:
-        """The same in FP8, if it was run."""
-        return next((form for form in self.forms if form.kind == DENSE_FP8), None)
-
-    @property
-    def twell(self) -> DecodeForm | None:
-        return next((form for form in self.forms if form.kind == TWELL), None)
+    def candidates(self) -> tuple[DecodeForm, ...]:
+        return self.forms
 
     @property
     def wrong(self) -> list[str]:

@@ -34,9 +34,27 @@ class Candidate:
 class Rivals:
     """Measures of the same work: how many times as fast as the dense ones others are."""
 
-    dense: Any
-    dense_fp8: Any  # None where there is none
-    twell: Any
+    @property
+    def candidates(self) -> Sequence[Any]:
+        """Each of a `kind`, of so many `seconds`."""
+        raise NotImplementedError
+
+    @property
+    def dense(self) -> Any:
+        """The fastest of its kind, as the others are; None where there is none."""
+        return self._fastest(DENSE)
+
+    @property
+    def dense_fp8(self) -> Any:
+        return self._fastest(DENSE_FP8)
+
+    @property
+    def twell(self) -> Any:
+        return self._fastest(TWELL)
+
+    def _fastest(self, kind: str) -> Any:
+        found = (one for one in self.candidates if one.kind == kind)
+        return min(found, key=lambda one: one.seconds, default=None)
 
     def over_dense(self, one: Any) -> float:
         return self.dense.seconds / one.seconds
@@ -88,23 +106,6 @@ class Point(Rivals):
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         return self.outcome.candidates
-
-    @property
-    def dense(self) -> Candidate:
-        """The fastest of its kind, as the others are."""
-        return self._fastest(DENSE)
-
-    @property
-    def dense_fp8(self) -> Candidate | None:
-        return self._fastest(DENSE_FP8)
-
-    @property
-    def twell(self) -> Candidate:
-        return self._fastest(TWELL)
-
-    def _fastest(self, kind: str) -> Candidate | None:
-        found = (c for c in self.candidates if c.kind == kind)
-        return min(found, key=lambda c: c.seconds, default=None)
 
     @property
     def wrong(self) -> list[str]:

@@ -43,7 +43,9 @@ def speed(bench: dict[str, Any]) -> str:
 
     In words where nothing is gained over dense weights of the same dtype.
     """
-    measured, place = bench["models"][0], _place(bench["device"], bench["versions"])
+    measured = bench["models"][0]
+    software = ", ".join(f"{name} {version}" for name, version in bench["versions"].items())
+    place = cell(f"{bench['device']} ({software})")
     in_fp8 = bench["settings"]["quantize"] == "fp8"
     rows, gains = [], []
     for point in measured["points"]:
@@ -74,8 +76,3 @@ def speed(bench: dict[str, Any]) -> str:
 
 def _times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x"
-
-
-def _place(device: str, versions: dict[str, str]) -> str:
-    software = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return cell(f"{device} ({software})")

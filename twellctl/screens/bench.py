@@ -34,22 +34,17 @@ def _table(point: Any) -> None:
         rows.append([c.name, *figures])
     title = f"{point.tokens} tokens, {_firing(point.about)}; {point.outcome.timed_by}"
     ui.table(title, columns, rows)
-    _remarks(point)
-
-
-def _over(point: Any) -> list[str]:
-    """The columns of its ratios."""
-    return ["over dense", "over FP8"] if point.dense_fp8 else ["over dense"]
-
-
-def _remarks(point: Any) -> None:
-    """What stands below a table: what was left out, which ways were gone."""
     _left_out(point.outcome.skipped)
     if said := point.about["without_kernels"]:
         ui.note(said)
     if took := point.about.get("auto_took"):
         ui.say("auto took " + ", ".join(f"{route} ({n})" for route, n in took.items()))
     ui.say(f"error relative to {point.reference}")
+
+
+def _over(point: Any) -> list[str]:
+    """The columns of its ratios."""
+    return ["over dense", "over FP8"] if point.dense_fp8 else ["over dense"]
 
 
 def _left_out(skipped: dict[str, str]) -> None:
