@@ -33,11 +33,6 @@ def test_orthogonal_keeps_directions_and_levels_sizes(shape):
     assert off.norm() < 0.05 * aligned.norm()
 
 
-def test_an_optimizer_that_there_is_not_is_no_adamw():
-    with pytest.raises(ValueError, match="no optimizer is called sgd"):
-        make_optimizer(nn.Linear(2, 2), (), ARGUMENTS, "sgd")
-
-
 def stepped(model, chunk, monkeypatch):
     monkeypatch.setattr(optimizer, "AT_ONCE", chunk)
     made = make_optimizer(model, (), ARGUMENTS)

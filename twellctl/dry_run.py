@@ -92,15 +92,11 @@ class DryRun:
         return self.num_tokens / self.tokens_per_second
 
 
-def _say_nothing(text: str) -> None:
-    pass
-
-
 def dry_run(
     model: str | Path | Checkpoint,
     recipe: Recipe,
-    note: Callable[[str], None] = _say_nothing,
-    doing: Callable[[str], None] = _say_nothing,
+    note: Callable[[str], None] = lambda text: None,
+    doing: Callable[[str], None] = lambda text: None,
 ) -> DryRun:
     """Measure some steps of `finetune(model, OUT, recipe)`. Raises `TwellError` as it would.
 
@@ -119,7 +115,7 @@ def dry_run(
     recipe = in_all(lambda: for_model(recipe, checkpoint))
     check_alike(checkpoint, recipe)
     if not world.is_main_process:
-        note = doing = _say_nothing
+        note = doing = lambda text: None
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(), quiet_compiler():
         doing("reading the first of the text")
         blocks, text_tokens = _first_blocks(checkpoint, recipe, Path(folder))

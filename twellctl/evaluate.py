@@ -61,11 +61,8 @@ def evaluate(
         asked = spread(read_prompts(how.prompts), how.limit or COMPARED_ANSWERS)
     own_words = [task for task in questions if task.kind != "choices"]
     _check_code([task for task in own_words if task.kind == "tests"], how.run_code, note)
-    given, names = (
-        chat_template_kwargs,
-        [name for name in (model, how.reference) if name is not None],
-    )
-    subjects = [Subject.opened(name, given) for name in names]
+    given, names = chat_template_kwargs, (model, how.reference)
+    subjects = [Subject.opened(name, given) for name in names if name is not None]
     if how.reference is None and (own_words or asked):
         subjects += _source(subjects[0].checkpoint, given, note)
     text = _windows(subjects, how) if how.data else None

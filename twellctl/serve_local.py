@@ -166,7 +166,7 @@ async def serve(
             if on_ready:
                 on_ready(served, _url(listener))
             await stop.wait()
-            traffic.refuse_more()
+            traffic.draining = True
             await _first_of(drain, traffic.idle(), hurry.wait())
         finally:
             _, closed = in_daemon_thread(served.engine.close)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from twellctl.bundle.twell_model import gated_ffns
+from twellctl.decoding import screening
 from twellctl.decoding.kernel_fit import num_mapped
 from twellctl.decoding.screened import copied
 from twellctl.decoding.screening import MOST_MISSED, NEXT_TO_NOTHING, open_screens
@@ -41,8 +42,9 @@ def test_a_screen_misses_next_to_nothing(model):
     assert "screened: " in str(screens)
 
 
-def test_a_layer_whose_screen_misses_more_reads_its_gate_whole(model):
-    screens = open_screens(model, margins=[0.0])
+def test_a_layer_whose_screen_misses_more_reads_its_gate_whole(model, monkeypatch):
+    monkeypatch.setattr(screening, "MARGINS", [0.0])
+    screens = open_screens(model)
     assert all(screen.is_open for screen in screens.layers)
     assert all(bool((screen.limits == -torch.inf).all()) for screen in screens.layers)
     assert min(screens.missed) > MOST_MISSED

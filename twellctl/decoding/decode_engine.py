@@ -86,14 +86,12 @@ class DecodeEngine:
         with self._wake:
             if self._closed:
                 raise EngineClosed("the server is stopping")
-            if self._num_here() >= self.max_held:
+            scheduler = self._scheduler
+            here = scheduler.num_running + len(scheduler.waiting) + len(self._arrived)
+            if here >= self.max_held:
                 raise QueueFull(f"{self._max_waiting} generations wait already: try again later")
             self._arrived.append(sequence)
             self._wake.notify_all()
-
-    def _num_here(self) -> int:
-        scheduler = self._scheduler
-        return scheduler.num_running + len(scheduler.waiting) + len(self._arrived)
 
     def _forget(self, sequence: Sequence) -> None:
         if not sequence.gone:

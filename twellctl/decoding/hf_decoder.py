@@ -89,6 +89,43 @@ _ATTENTION = ("sdpa", "eager")  # those that take a mask of numbers
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+def _why_not(model: PreTrainedModel) -> str | None:
+    """None if `HFDecoder` can drive `model`, else what stands against it."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if getattr(model, "_is_stateful", False) or not _caches_attention_only(model.config):
+        return f"{name} keeps more than keys and values of attention"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if other := sorted(kinds.difference(_LAYER_TYPES)):
+        return f"{name} has {other[0]} layers"
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return f"{name} attends in chunks"
+    if config._attn_implementation not in _ATTENTION:
+        return f"attention {config._attn_implementation} takes no mask (load the model with sdpa)"
+    if rope := _rope_by_length(model):
+        return f"{name}'s {rope} rotary positions depend on the longest sequence of a batch"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return f"{name} lies on several devices"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{name} takes no position_ids"
+    return None
+
+
+def _caches_attention_only(config: PreTrainedConfig) -> bool:
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return all(type(layer) in plain for layer in DynamicCache(config=config).layers)
+
+
+def _rope_by_length(model: PreTrainedModel) -> str | None:
+    """The kind of rotary positions if they depend on the length (transformers' rope_type)."""
+    for module in model.modules():
+        found = getattr(module, "rope_type", None)
+        kinds = found.values() if isinstance(found, dict) else [found]
+        for kind in kinds:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                return kind
+    return None
+
+
 class HFDecoder:
     """A `Decoder` (decoder.py) for models that cache keys and values of attention, nothing else."""
 
@@ -96,11 +133,7 @@ class HFDecoder:
     prefill_chunk = PREFILL_CHUNK
     capturable = True
     kernels = None
-
-    @staticmethod
-    def why_not(model: PreTrainedModel) -> str | None:
-        """None if `model` can be driven so, else what stands against it."""
-        return _why_not(model)
+    why_not = staticmethod(_why_not)
 
     def __init__(self, model: PreTrainedModel, width: Callable[[int], int] = int):
         """`width`: columns that the cache has of a head of so many, with zeros behind."""
@@ -220,42 +253,6 @@ class _Rows(Cache):
 
     def _gather(self, pages: Tensor) -> Tensor:
         return pages[self._tables].transpose(1, 2).flatten(2, 3).masked_fill(self._behind, 0)
-
-
-def _why_not(model: PreTrainedModel) -> str | None:
-    name, config = type(model).__name__, model.config.get_text_config()
-    if getattr(model, "_is_stateful", False) or not _caches_attention_only(model.config):
-        return f"{name} keeps more than keys and values of attention"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if other := sorted(kinds.difference(_LAYER_TYPES)):
-        return f"{name} has {other[0]} layers"
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return f"{name} attends in chunks"
-    if config._attn_implementation not in _ATTENTION:
-        return f"attention {config._attn_implementation} takes no mask (load the model with sdpa)"
-    if rope := _rope_by_length(model):
-        return f"{name}'s {rope} rotary positions depend on the longest sequence of a batch"
-    if len({parameter.device for parameter in model.parameters()}) > 1:
-        return f"{name} lies on several devices"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"{name} takes no position_ids"
-    return None
-
-
-def _caches_attention_only(config: PreTrainedConfig) -> bool:
-    plain = (DynamicLayer, DynamicSlidingWindowLayer)
-    return all(type(layer) in plain for layer in DynamicCache(config=config).layers)
-
-
-def _rope_by_length(model: PreTrainedModel) -> str | None:
-    """The kind of rotary positions if they depend on the length (transformers' rope_type)."""
-    for module in model.modules():
-        found = getattr(module, "rope_type", None)
-        kinds = found.values() if isinstance(found, dict) else [found]
-        for kind in kinds:
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                return kind
-    return None
 
 
 class LoneDecoder:

@@ -71,11 +71,7 @@ class KernelDecoder:
     """
 
     capturable = True
-
-    @staticmethod
-    def why_not(model: PreTrainedModel) -> str | None:
-        """None if `model` can be driven so, else what stands against it."""
-        return kernel_fit.why_not(model)
+    why_not = staticmethod(kernel_fit.why_not)
 
     def __init__(self, model: PreTrainedModel, sparse: bool = True, gates: str = WHOLE):
         # of another activation than ReLU, which leaves nothing out

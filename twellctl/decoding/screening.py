@@ -9,7 +9,6 @@ it reads its gate whole.
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,10 +53,10 @@ class Screens:
 
 
 @torch.no_grad()
-def open_screens(model: PreTrainedModel, margins: Sequence[float] = MARGINS) -> Screens | None:
+def open_screens(model: PreTrainedModel) -> Screens | None:
     """The screens of all gated FFNs of a ReLU model in bf16, on its device; seconds.
 
-    Of `margins` each layer takes the first by which it misses NEXT_TO_NOTHING, else the last. None
+    Of `MARGINS` each layer takes the first by which it misses NEXT_TO_NOTHING, else the last. None
     where their copies would take more than half of the memory that is free.
     """
     size = COPY_BITS / 16 * sum(ffn.down_proj.weight.nbytes for ffn in gated_ffns(model))
@@ -67,7 +66,7 @@ def open_screens(model: PreTrainedModel, margins: Sequence[float] = MARGINS) -> 
     layers, missed, shares = [], [], []
     num_own = max(own_neurons(ffn) for ffn in gated_ffns(model))  # the same in all layers
     for ffn, z in zip(gated_ffns(model), _inputs(model), strict=True):
-        screen, lost, share = _screen_of(ffn, z, num_own, margins)
+        screen, lost, share = _screen_of(ffn, z, num_own)
         if not lost <= MOST_MISSED:  # NaN, too
             screen.limits[screen.limits < torch.inf] = -torch.inf
             screen = replace(screen, is_open=True)
@@ -105,9 +104,7 @@ def _inputs(model: PreTrainedModel) -> list[Tensor]:
     return [torch.cat(kept, 1) for kept in seen]
 
 
-def _screen_of(
-    ffn: nn.Module, z: Tensor, num_own: int, margins: Sequence[float]
-) -> tuple[Screen, float, float]:
+def _screen_of(ffn: nn.Module, z: Tensor, num_own: int) -> tuple[Screen, float, float]:
     """The screen, what it misses of the squared output, and the share of candidates."""
     weights, biases, _ = zip(*weights_of_gate_and_up(ffn), strict=True)
     gate, up = (weight[:num_own] for weight in weights)
@@ -118,7 +115,7 @@ def _screen_of(
     about, gates = copied_input(judged) @ copy.T, F.linear(judged, gate, gate_bias)
     lengths = ffn.down_proj.weight[:, :num_own].float().norm(dim=0)
     size = (keep_fired(gates).float() * F.linear(judged, up, up_bias).float() * lengths).square()
-    for margin in margins:
+    for margin in MARGINS:
         limits = error.mean(0) - margin * error.std(0)
         if gate_bias is not None:
             limits -= gate_bias.float()

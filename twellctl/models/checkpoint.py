@@ -14,7 +14,7 @@ from twellctl.errors import TwellError, UsageError, bounded, encodable, reason, 
 from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_json
 from twellctl.models import checks
-from twellctl.models.defaults import completed, context_of, refuse_wrapped, with_own_head
+from twellctl.models.defaults import completed, context_of, refuse_wrapped
 from twellctl.models.shards import TensorInfo, other_weights, read_shards
 
 SILU = ("silu", "swish")
@@ -200,7 +200,9 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     ffn = checks.ffn_shape(name, config, tensors)
     checks.compare_sizes(name, config, tensors, ffn)
     both = [tensors[weight] for weight in (checks.EMBEDDINGS, checks.HEAD) if weight in tensors]
-    config = with_own_head(config, len(both) == 2, lambda: _are_equal(path, *both))
+    tied = len(both) == 2 and config.get("tie_word_embeddings") is not False
+    if tied and not _are_equal(path, *both):  # readers part here: some write one over the other
+        config = config | {"tie_word_embeddings": False}
     corrections = {key: config[key] for key in config if config[key] != stored.get(key, ...)}
     checkpoint = Checkpoint(name, path, config, tensors, shards, ffn, corrections)
     twell = checkpoint.twell  # refuses a block that is not sound

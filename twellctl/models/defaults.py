@@ -1,6 +1,5 @@
 """What a config.json leaves open, or contradicts its weights in, as transformers would have it."""
 
-from collections.abc import Callable
 from typing import Any
 
 from twellctl.errors import TwellError
@@ -30,19 +29,6 @@ def completed(config: dict[str, Any]) -> dict[str, Any]:
     except Exception:  # whatever a family says of a config without anything; or none is known
         return made
     return made | {key: value for key in missing if (value := getattr(family, key, None))}
-
-
-def with_own_head(
-    config: dict[str, Any], has_both: bool, are_equal: Callable[[], bool]
-) -> dict[str, Any]:
-    """`config` that says the head is no other name of the embeddings, where it is not.
-
-    Readers part where it says that they are tied and both are stored: some take the head, some
-    write the embeddings over it.
-    """
-    if has_both and config.get("tie_word_embeddings") is not False and not are_equal():
-        return config | {"tie_word_embeddings": False}
-    return config
 
 
 def refuse_wrapped(name: str, tensors: dict[str, Any]) -> None:

@@ -45,8 +45,16 @@ class Access:
 
     def check_key(self, http: web.Request) -> None:
         """Raises `ApiError` for requests without the key, where one is needed."""
-        if self.key is not None and http.path not in OPEN_PATHS:
-            self._check_key(http.headers.get("Authorization", ""))
+        if self.key is None or http.path in OPEN_PATHS:
+            return
+        scheme, _, given = http.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            message = "a key is needed: send the header 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, code="invalid_api_key")
+        # bytes: text is only compared in constant time if it is ASCII
+        given_bytes = given.strip().encode(errors="surrogateescape")
+        if not hmac.compare_digest(given_bytes, self.key.encode()):
+            raise ApiError(401, "the key is not this server's", code="invalid_api_key")
 
     def _is_own(self, host: str) -> bool:
         return (
@@ -55,16 +63,6 @@ class Access:
 
     def _is_friendly(self, origin: str, host: str) -> bool:
         return is_loopback(origin) or origin in self.hosts or origin == host != ""
-
-    def _check_key(self, authorization: str) -> None:
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() != "bearer":
-            message = "a key is needed: send the header 'Authorization: Bearer KEY'"
-            raise ApiError(401, message, code="invalid_api_key")
-        # bytes: text is only compared in constant time if it is ASCII
-        given_bytes = given.strip().encode(errors="surrogateescape")
-        if not hmac.compare_digest(given_bytes, self.key.encode()):
-            raise ApiError(401, "the key is not this server's", code="invalid_api_key")
 
 
 def guard(access: Access):

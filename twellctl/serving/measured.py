@@ -78,16 +78,12 @@ def access_log(write: Callable[[str], None]) -> Observer:
     """
 
     def observe(http: web.Request, measured: Measured) -> None:
-        write(_line(http, measured))
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        path = bounded(http.rel_url.raw_path, _LONGEST_PATH)
+        asked = printable(f"{http.remote or '-'} {http.method} {path}")
+        tokens = "-"
+        if measured.prompt_tokens is not None:
+            tokens = f"{measured.prompt_tokens}+{measured.new_tokens} tokens"
+        write(f"{when} {asked} {measured.status} {tokens} {1000 * measured.seconds:.0f} ms")
 
     return observe
-
-
-def _line(http: web.Request, measured: Measured) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M:%S")
-    path = bounded(http.rel_url.raw_path, _LONGEST_PATH)
-    asked = printable(f"{http.remote or '-'} {http.method} {path}")
-    tokens = "-"
-    if measured.prompt_tokens is not None:
-        tokens = f"{measured.prompt_tokens}+{measured.new_tokens} tokens"
-    return f"{when} {asked} {measured.status} {tokens} {1000 * measured.seconds:.0f} ms"

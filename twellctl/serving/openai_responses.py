@@ -1,4 +1,4 @@
-"""What OpenAI's endpoints answer, as dicts: whole answers, chunks of a stream, a model. No HTTP."""
+"""What OpenAI's endpoints answer, as dicts: whole answers, chunks of a stream. No HTTP."""
 
 import time
 import uuid
@@ -178,15 +178,3 @@ def _spelled(calls: Sequence[Call]) -> list[dict[str, Any]]:
         }
         for number, call in enumerate(calls)
     ]
-
-
-def model_entry(name: str, created: int, context: int, chats: bool) -> dict[str, Any]:
-    """A model as /v1/models lists it; `chats`: it has a chat template."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "twellctl",
-        "max_model_len": context,
-        "twell": {"chat": chats},
-    }

@@ -16,14 +16,7 @@ from twellctl.serving.http_errors import answer_errors, json_response
 from twellctl.serving.measured import access_log, current, measuring, note_failure
 from twellctl.serving.metrics import Metrics
 from twellctl.serving.openai_requests import parse_chat, parse_completion
-from twellctl.serving.openai_responses import (
-    Answer,
-    ChatAnswer,
-    Choice,
-    TextAnswer,
-    Usage,
-    model_entry,
-)
+from twellctl.serving.openai_responses import Answer, ChatAnswer, Choice, TextAnswer, Usage
 from twellctl.serving.page import page_response
 from twellctl.serving.plan import Plan, ServedModel, Task, check_name, plan_chat, plan_completion
 from twellctl.serving.preparing import Preparing
@@ -50,7 +43,7 @@ class Limits:
 class Traffic:
     """Counts the answers under way, which a server that stops waits for.
 
-    After `refuse_more` no new one begins.
+    While it is `draining` no new one begins.
     """
 
     def __init__(self) -> None:
@@ -72,9 +65,6 @@ class Traffic:
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()
-
-    def refuse_more(self) -> None:
-        self.draining = True
 
     async def idle(self) -> None:
         """Returns once nothing is being answered."""
@@ -154,9 +144,15 @@ class Endpoints:
         return await self._handle(http, parse_response, plan_chat, ResponseAnswer)
 
     def _entry(self, name: str) -> dict[str, Any]:
-        model = self._model
-        chats = model.tokenizer.chat_template is not None
-        return model_entry(name, model.created, model.engine.context, chats)
+        """The model, under one of its names, as /v1/models lists it."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._model.created,
+            "owned_by": "twellctl",
+            "max_model_len": self._model.engine.context,
+            "twell": {"chat": self._model.tokenizer.chat_template is not None},
+        }
 
     async def _handle(
         self,

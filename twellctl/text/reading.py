@@ -85,8 +85,7 @@ def _asked(row: Any, where: str) -> list[dict[str, str]]:
 
 def estimated_text_bytes(paths: list[str], text_column: str, tokenizer: Any = None) -> float:
     """Bytes of all texts that `read_texts` gives, in UTF-8: by the first rows of each file."""
-    sizes = (_text_bytes(path, text_column, tokenizer) for path in text_files(paths))
-    return sum(sizes)
+    return sum(_text_bytes(path, text_column, tokenizer) for path in text_files(paths))
 
 
 def _texts(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:

@@ -40,14 +40,10 @@ class CapturedPart:
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, ...]:
         """What `run(ids)` would return; its gradients are added to the parameters'."""
-        self._take_gradients()
-        self._ids.copy_(ids)
-        self._graph.replay()
-        return tuple(found.clone() for found in self._found)
-
-    def _take_gradients(self) -> None:
-        """A step that begins has no gradients: then ours begin at zero."""
-        if self._trained[0].grad is None:
+        if self._trained[0].grad is None:  # a step begins: then our gradients begin at zero
             torch._foreach_zero_(self._gradients)
             for parameter, gradient in zip(self._trained, self._gradients, strict=True):
                 parameter.grad = gradient
+        self._ids.copy_(ids)
+        self._graph.replay()
+        return tuple(found.clone() for found in self._found)

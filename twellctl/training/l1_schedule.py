@@ -1,8 +1,7 @@
 """How the L1 coefficient moves: held constant, or steered until a target density is met."""
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 RAMP = 0.15  # share of the run over which the goal falls from the first density to the target
 RAMP_STEPS = 100  # but not in fewer steps,
@@ -21,8 +20,8 @@ class L1Schedule:
 
     The goal falls geometrically from the density first seen to `target` over the first `ramp` of
     the run and stays there. The integral moves in proportion to the learning rate: a model that
-    hardly learns cannot answer. All it does depends on its state and `update`'s arguments alone, so
-    a resumed run repeats it exactly.
+    hardly learns cannot answer. All it does depends on its fields and `update`'s arguments alone,
+    so a resumed run repeats it exactly.
     """
 
     l1: float
@@ -60,12 +59,3 @@ class L1Schedule:
     def ramp(self) -> float:
         """Share of the run in which the goal falls."""
         return min(MOST_RAMP, max(RAMP, RAMP_STEPS / self.num_steps))
-
-    def state(self) -> dict[str, Any]:
-        """All that a checkpoint must hold."""
-        return asdict(self)
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from `state()`."""
-        for key, value in state.items():
-            setattr(self, key, value)

@@ -78,7 +78,8 @@ class SparseTrainer(Trainer):
         **kwargs: Any,
     ):
         """`captures`: replay parts of a step as a CUDA graph; `note` is told where that fails."""
-        super().__init__(data_collator=_as_it_is, **kwargs)
+        # what `Blocks` gives is a batch already
+        super().__init__(data_collator=lambda batch: batch, **kwargs)
         # nothing is to be wrapped around the model
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
@@ -253,14 +254,14 @@ class SparseTrainer(Trainer):
     def sparsity_state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the Trainer's own."""
         return {
-            "schedule": self.schedule.state(),
+            "schedule": dict(vars(self.schedule)),
             "report": vars(self.report),
             "gates": self.penalty.state,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from `sparsity_state()`."""
-        self.schedule.load(state["schedule"])
+        vars(self.schedule).update(state["schedule"])
         self.report = StepReport(**state["report"])
         self.penalty.state = state["gates"]
 
@@ -369,8 +370,3 @@ class SparseTrainer(Trainer):
 def _check_held_out(loss: float, remedy: str) -> None:
     if not math.isfinite(loss):
         raise TwellError(f"the held-out loss became {loss}: {remedy}")
-
-
-def _as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `Blocks` gives is a batch already."""
-    return batch
