@@ -37,8 +37,8 @@ class FiredMeter:
 
     def __enter__(self) -> "FiredMeter":
         for layer_idx, ffn in enumerate(gated_ffns(self.model)):
-            activation = activation_of(ffn)
-            self._hooks.append(activation.register_forward_hook(self._hook(layer_idx)))
+            counted = partial(self._count_at, layer_idx)
+            self._hooks.append(activation_of(ffn).register_forward_hook(counted))
             if self.look is not None:
                 before = partial(self._look_at, layer_idx)
                 self._hooks.append(ffn.down_proj.register_forward_pre_hook(before))
@@ -48,12 +48,11 @@ class FiredMeter:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _hook(self, layer_idx: int) -> Callable:
-        def hook(module: nn.Module, inputs: tuple[Tensor], active: Tensor) -> None:
-            gate = inputs[0].detach()
-            self.count(layer_idx, gate.flatten(0, -2), active.detach().flatten(0, -2))
-
-        return hook
+    def _count_at(
+        self, layer_idx: int, module: nn.Module, inputs: tuple[Tensor], active: Tensor
+    ) -> None:
+        gate, active = inputs[0].detach(), active.detach()
+        self.count(layer_idx, gate.flatten(0, -2), active.flatten(0, -2))
 
     def _look_at(self, layer_idx: int, module: nn.Module, inputs: tuple[Tensor]) -> None:
         self.look(layer_idx, inputs[0])

@@ -24,12 +24,11 @@ _FUSED, _SPLIT = {"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_p
 
 @dataclass(frozen=True)
 class FfnShape:
-    """The gated FFNs of a model: all of `[N, K]`, `fused` when gate and up are one weight."""
+    """The gated FFNs of a model: all of `[N, K]`."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    fused: bool
 
 
 def refuse_quantised(name: str, config: dict) -> None:
@@ -196,4 +195,4 @@ def _common_shape(
                 )
     if N > MAX_COLUMNS:
         raise TwellError(f"{name} has {N} neurons a layer: TwELL holds at most {MAX_COLUMNS}")
-    return FfnShape(len(ffns), K, N, set(ffns[0]) == _FUSED)
+    return FfnShape(len(ffns), K, N)

@@ -83,9 +83,7 @@ def check_name(model: ServedModel, name: str | None) -> None:
 
 def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
     """The work of a chat request; raises `ApiError`."""
-    check_name(model, request.options.model)
-    _check_biases(model.engine, request.options)
-    _check_room(model.engine, 1, request.options.n)
+    _check(model, request.options, 1)
     given = model.template | request.template
     if request.tools:
         if not knows_tools(_template(model.tokenizer)):
@@ -119,9 +117,7 @@ def _template(tokenizer: Any) -> str | None:
 def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
     """The work of a completion request: `n` choices for each of its prompts. Raises `ApiError`."""
     options = request.options
-    check_name(model, options.model)
-    _check_biases(model.engine, options)
-    _check_room(model.engine, len(request.prompts), options.n)
+    _check(model, options, len(request.prompts))
     tasks, prompt_tokens = [], 0
     for given in request.prompts:
         is_text = isinstance(given, str)
@@ -149,21 +145,17 @@ def _echoed(task: Task, vocab_size: int) -> Task:
     return Task(task.index, task.prompt, [], sampling, echoed=True)
 
 
-def _check_biases(engine: Engine, options: Options) -> None:
+def _check(model: ServedModel, options: Options, num_prompts: int) -> None:
+    """`ApiError` for another model, tokens that it has not, more choices than there is room for."""
+    check_name(model, options.model)
+    engine, wanted = model.engine, num_prompts * options.n
     for token, _ in options.sampling.logit_bias:
         if token >= engine.vocab_size:
             raise invalid("logit_bias", f"may only name tokens 0 to {engine.vocab_size - 1}", token)
-
-
-def _check_room(engine: Engine, num_prompts: int, n: int) -> None:
-    """400 for more choices than there is ever room for: to come again would not help."""
-    if num_prompts * n > engine.max_held:
+    if wanted > engine.max_held:  # ever: to come again would not help
         param, what = ("n", "") if num_prompts == 1 else ("prompt", "times n ")
-        raise invalid(
-            param,
-            f"{what}must be at most {engine.max_held} (--max-running and --max-waiting together)",
-            num_prompts * n,
-        )
+        must = f"{what}must be at most {engine.max_held} (--max-running and --max-waiting together)"
+        raise invalid(param, must, wanted)
 
 
 def _encoded(

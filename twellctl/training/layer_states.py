@@ -10,6 +10,8 @@ As in `priced_gates`, the term's gradient is added in the backward pass and it i
 loss tensor.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -39,8 +41,9 @@ class LayerStates:
         layers, theirs = ffn_layers(model), ffn_layers(teacher)
         self._wanted: list[Tensor | None] = [None] * len(layers)
         self._handles = [
-            *(layer.register_forward_hook(self._keep(i)) for i, layer in enumerate(theirs)),
-            *(layer.register_forward_hook(self._compare(i)) for i, layer in enumerate(layers)),
+            layer.register_forward_hook(partial(hook, i))
+            for hook, model_layers in ((self._keep, theirs), (self._compare, layers))
+            for i, layer in enumerate(model_layers)
         ]
 
     def remove(self) -> None:
@@ -48,24 +51,19 @@ class LayerStates:
         for handle in self._handles:
             handle.remove()
 
-    def _keep(self, index: int):
-        def hook(module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
-            self._wanted[index] = _states(output)
+    def _keep(self, index: int, layer: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+        self._wanted[index] = _states(output)
 
-        return hook
-
-    def _compare(self, index: int):
-        def hook(module: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple | None:
-            states = _states(output)
-            if not (torch.is_grad_enabled() and states.requires_grad):
-                return None
-            wanted = self._wanted[index]
-            norms = torch.linalg.vector_norm(wanted, dim=-1, keepdim=True, dtype=torch.float32)
-            weight = 2 * self.weight * self.scale / norms.numel() / (norms.square() + TINY)
-            nearer = _AddGradient.apply(states, wanted, weight)
-            return nearer if isinstance(output, Tensor) else (nearer, *output[1:])
-
-        return hook
+    def _compare(
+        self, index: int, layer: nn.Module, args: tuple, output: Tensor | tuple
+    ) -> Tensor | tuple | None:
+        states, wanted = _states(output), self._wanted[index]
+        if not (torch.is_grad_enabled() and states.requires_grad):
+            return None
+        norms = torch.linalg.vector_norm(wanted, dim=-1, keepdim=True, dtype=torch.float32)
+        weight = 2 * self.weight * self.scale / norms.numel() / (norms.square() + TINY)
+        nearer = _AddGradient.apply(states, wanted, weight)
+        return nearer if isinstance(output, Tensor) else (nearer, *output[1:])
 
 
 def ffn_layers(model: nn.Module) -> list[nn.Module]:
