@@ -384,7 +384,11 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path):
     code, said, _ = cli("convert", source, out, *words)
     assert code == 0
     assert "of the neurons fire for a token" in said
-    assert said.splitlines()[-1].startswith("next: twellctl finetune")
+    assert said.splitlines()[-1] == f"next: twellctl compare {source} {out}"
+    own, prompts = tmp_path / "own.jsonl", tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "What is a list?"}\n')
+    code, said, _ = cli("write", out, own, "--prompts", prompts, "--max-tokens", 4)
+    assert (code, said.splitlines()[-1]) == (0, f"next: twellctl profile {out} --data {own}")
     code, said, err = cli("convert", source, tmp_path / "plain")
     assert code == 0
     assert any("talks noise until it is fitted" in line for line in err)

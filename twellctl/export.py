@@ -113,7 +113,7 @@ def export(
         write_card(stage, out.name, checkpoint.path, measured, judged or None, timed or None)
     if evaluation is None and not checkpoint.is_only_converted:
         note(
-            "nobody has measured what this model writes, beyond what finetune did: 'twellctl eval "
+            "nobody has measured what this model writes on tasks: 'twellctl eval "
             f"{checkpoint.name} --reference MODEL --tasks FILE --json FILE', then export --eval"
         )
     checkpoint.beware_of_noise(note)

@@ -94,8 +94,11 @@ def write(
         f"{done.out}: {done.texts} texts, {done.tokens} tokens, {done.cut} texts cut at "
         f"--max-tokens, {done.drawn / done.seconds:.0f} tokens/s"
     )
-    own = ui.word(done.out)
-    ui.say(f"next: twellctl convert {ui.word(model)} RELU --data {own}")
+    from twellctl.models.checkpoint import open_checkpoint
+
+    is_relu = open_checkpoint(model, revision=revision).activation == "relu"
+    step = f"profile {ui.word(model)}" if is_relu else f"convert {ui.word(model)} RELU"
+    ui.say(f"next: twellctl {step} --data {ui.word(done.out)}")
 
 
 @takes(Recipe)

@@ -46,7 +46,7 @@ def converted(done: Any, model: str) -> None:
         f"held-out text: KL to the source {held.kl:.4f}, same token {held.same_token:.2%}, "
         f"cross-entropy {held.cross_entropy:.4f} (source {held.source_cross_entropy:.4f})"
     )
-    ui.say(f"next: twellctl finetune {out} OUT --recipe standard --data FILE, or profile {out}")
+    ui.say(f"next: twellctl compare {ui.word(model)} {out}")
 
 
 def _fitted_layers(fitted: Any) -> None:
