@@ -273,7 +273,7 @@ def _as_exported(config: Path, density: float, fp8: bool, context: int, weights:
     twell = new_twell(shape.layers, None, "silu") | form
     twell |= {"slots": [one.slots for one in layers], "densities": [one.density for one in layers]}
     written = shape.config | {"hidden_act": "silu", "twell": twell}
-    written["architectures"] = [type(model).__name__]
+    written |= {"architectures": [type(model).__name__], "max_position_embeddings": context}
     drawn = {name: weight.detach() for name, weight in model.named_parameters()}
     by = factors(drawn, form, model.config.intermediate_size)
     tensors = ((n, scaled(w, by[n].to(DEVICE)) if n in by else w) for n, w in drawn.items())
