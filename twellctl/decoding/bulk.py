@@ -42,22 +42,15 @@ def answers(
     prompts: Iterable[list[int]],
     *,
     max_new_tokens: int = 512,
-    temperature: float = 0.0,
-    seed: int = 0,
     rows: int = ROWS,
 ) -> Iterator[tuple[int, list[int]]]:
     """(index of a prompt, the tokens behind it) as they end, the token that ended them included.
 
-    `temperature` 0 is greedy; else a seed gives each prompt its own draws. Raises `TwellError` for
-    a model whose steps cannot be batched, a prompt that is empty or too long, and out of memory.
+    Greedily. Raises `TwellError` for a model whose steps cannot be batched, a prompt that is empty
+    or too long, and out of memory.
     """
-    prompts = [list(prompt) for prompt in prompts]
-    waiting = iter(
-        [
-            Sequence(prompt, Sampling(max_new_tokens, temperature, seed=(seed << 32) + i), i)
-            for i, prompt in enumerate(prompts)
-        ]
-    )
+    prompts, how = [list(prompt) for prompt in prompts], Sampling(max_new_tokens, temperature=0)
+    waiting = iter([Sequence(prompt, how, i) for i, prompt in enumerate(prompts)])
     longest = max(map(len, prompts), default=0) + max_new_tokens
     ends = eos_tokens(model, [tokenizer.eos_token_id])
     rows = max(1, min(rows, len(prompts)))

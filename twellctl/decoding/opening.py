@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from twellctl.decoding.decode_engine import DecodeEngine
@@ -108,17 +107,11 @@ def eos_tokens(model: PreTrainedModel, extra_eos: Iterable[int | None] = ()) -> 
     return frozenset(token for token in found if token is not None)
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CPU_CACHE_BYTES
-    free, _ = gpu_memory(device)
-    return int(GPU_SHARE * free)
-
-
 def num_pages(decoder: Decoder, cache_bytes: int | None, max_running: int, longest: int) -> int:
     """No more than sequences of `longest` tokens can use, and what `cache_bytes` hold."""
     if cache_bytes is None:
-        cache_bytes = _free_bytes(decoder.device)
+        on_gpu = decoder.device.type == "cuda"
+        cache_bytes = int(GPU_SHARE * gpu_memory(decoder.device)[0]) if on_gpu else CPU_CACHE_BYTES
     most = min(max_running, decoder.max_rows or max_running) * pages_for(longest) + 1
     if not decoder.page_bytes:
         return most

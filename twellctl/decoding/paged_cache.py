@@ -46,10 +46,9 @@ def cached_shapes(model: PreTrainedModel) -> list[LayerShape]:
     cache = DynamicCache(config=model.config)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
-    keys_and_values = [(layer.keys, layer.values) for layer in cache.layers]
     return [
-        LayerShape(keys.shape[1], keys.shape[-1], values.shape[-1], keys.dtype)
-        for keys, values in keys_and_values
+        LayerShape(of.keys.shape[1], of.keys.shape[-1], of.values.shape[-1], of.keys.dtype)
+        for of in cache.layers
     ]
 
 

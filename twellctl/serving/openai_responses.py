@@ -56,6 +56,7 @@ class Answer:
     prefix = ""
     whole_object = ""
     chunk_object = ""
+    logprobs = staticmethod(chat_logprobs)
 
     def whole(self, choices: list[Choice], usage: Usage) -> dict[str, Any]:
         """The answer in one piece."""
@@ -82,9 +83,6 @@ class Answer:
     def _text(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
-        raise NotImplementedError
-
     def _chunk(
         self,
         index: int,
@@ -106,7 +104,7 @@ class Answer:
         tokens: Sequence[PlacedToken] | None,
     ) -> dict[str, Any]:
         wanted = self.options.sampling.top_logprobs is not None and tokens is not None
-        logprobs = self._logprobs(tokens) if wanted else None
+        logprobs = self.logprobs(tokens, self.spelling) if wanted else None
         return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -145,9 +143,6 @@ class ChatAnswer(Answer):
             message |= {"content": text or None, "tool_calls": _spelled(calls)}
         return {"message": message}
 
-    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
-        return chat_logprobs(tokens, self.spelling)
-
 
 class TextAnswer(Answer):
     """/v1/completions: plain text."""
@@ -155,6 +150,7 @@ class TextAnswer(Answer):
     prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    logprobs = staticmethod(text_logprobs)
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         if not (piece.text or piece.tokens or piece.finish_reason):
@@ -163,9 +159,6 @@ class TextAnswer(Answer):
 
     def _text(self, text: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
         return {"text": text}
-
-    def _logprobs(self, tokens: Sequence[PlacedToken]) -> dict[str, Any]:
-        return text_logprobs(tokens, self.spelling)
 
 
 def _spelled(calls: Sequence[Call]) -> list[dict[str, Any]]:

@@ -58,17 +58,16 @@ class History(TrainerCallback):
             tokens_per_second=tokens / max(seconds, 1e-9),
             learning_rate=logs["learning_rate"],
         )
-        self._since = (time.monotonic(), state.global_step)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         found = {"held_out": metrics["eval_loss"], "held_out_density": metrics["eval_density"]}
         if "eval_teacher_kl" in metrics:
             found["held_out_kl"] = metrics["eval_teacher_kl"]
         self._write(state, **found)
-        self._since = (time.monotonic(), state.global_step)
 
     def _write(self, state: Any, **figures: Any) -> None:
         """Add figures of this step to its row, which is the last one, or begin it."""
+        self._since = (time.monotonic(), state.global_step)
         if not state.is_world_process_zero:
             return
         step = state.global_step
