@@ -20,7 +20,7 @@ from twellctl.serving.settings import Serving
 def template_arguments(given: str) -> dict[str, Any]:
     """The object in --chat-template-kwargs; `UsageError` for what is none."""
     try:
-        found = parse_json(given)
+        found = parse_json(given) if given else {}
     except ValueError as error:
         raise UsageError(f"chat-template-kwargs is no JSON ({reason(error)})") from error
     if not isinstance(found, dict):

@@ -113,13 +113,10 @@ class LayerCount:
         avoidable = (beyond - self.not_finite)[SLOTS_STEP::SLOTS_STEP]
         fit = (avoidable <= MAX_OVERFLOW * num_rows).nonzero().flatten()
         slots = self.tile if not len(fit) else min(self.tile, SLOTS_STEP * (int(fit[0]) + 1))
-        p10, p50, p90, p99 = (int((reached < p * num_rows).sum()) for p in (0.1, 0.5, 0.9, 0.99))
+        percents = {p: int((reached < p / 100 * num_rows).sum()) for p in (10, 50, 90, 99)}
         return LayerProfile(
             nnz_mean=mean,
-            nnz_p10=p10,
-            nnz_p50=p50,
-            nnz_p90=p90,
-            nnz_p99=p99,
+            **{f"nnz_p{p}": count for p, count in percents.items()},
             nnz_max=int(nnz.nonzero().max()),
             density=mean / self.intermediate_size,
             dead=int((by_neuron == 0).sum()),

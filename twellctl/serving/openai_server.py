@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -94,9 +95,12 @@ def make_app(
     app.router.add_get("/v1/", endpoints.listed)
     app.router.add_get("/v1/models", endpoints.models)
     app.router.add_get("/v1/models/{name:.+}", endpoints.model)
-    app.router.add_post("/v1/chat/completions", endpoints.chat)
-    app.router.add_post("/v1/completions", endpoints.completions)
-    app.router.add_post("/v1/responses", endpoints.responses)
+    for path, *how in (
+        ("/v1/chat/completions", parse_chat, plan_chat, ChatAnswer),
+        ("/v1/completions", parse_completion, plan_completion, TextAnswer),
+        ("/v1/responses", parse_response, plan_chat, ResponseAnswer),
+    ):
+        app.router.add_post(path, partial(endpoints.answer, *how))
     return app
 
 
@@ -134,15 +138,6 @@ class Endpoints:
         check_name(self._model, http.match_info["name"])
         return json_response(self._entry(http.match_info["name"]))
 
-    async def chat(self, http: web.Request) -> web.StreamResponse:
-        return await self._handle(http, parse_chat, plan_chat, ChatAnswer)
-
-    async def completions(self, http: web.Request) -> web.StreamResponse:
-        return await self._handle(http, parse_completion, plan_completion, TextAnswer)
-
-    async def responses(self, http: web.Request) -> web.StreamResponse:
-        return await self._handle(http, parse_response, plan_chat, ResponseAnswer)
-
     def _entry(self, name: str) -> dict[str, Any]:
         """The model, under one of its names, as /v1/models lists it."""
         return {
@@ -154,13 +149,15 @@ class Endpoints:
             "twell": {"chat": self._model.tokenizer.chat_template is not None},
         }
 
-    async def _handle(
+    async def answer(
         self,
-        http: web.Request,
         parse: Callable[[dict[str, Any], dict[str, float]], Request],
         make_plan: Callable[[ServedModel, Request], Plan],
         form: type[Answer],
+        http: web.Request,
     ) -> web.StreamResponse:
+        """What is asked, as `parse` reads it and `make_plan` sees to it, in this `form`."""
+
         def plan_of(body: bytes) -> Plan:
             return make_plan(self._model, parse(request_object(body), self._model.defaults))
 
