@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import typer
@@ -12,7 +13,6 @@ from typer.testing import CliRunner
 from twellctl.bench.settings import MOST_ROWS, DecodeSettings
 from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.cli.command import command
-from twellctl.cli.flags import takes
 from twellctl.errors import TwellError, UsageError
 from twellctl.fitting.settings import Fit
 from twellctl.here.resources import resource_dir
@@ -223,13 +223,12 @@ def test_the_first_wrong_value_is_named(given, sentence):
         refuse_wrong(One(**given))
 
 
-def ran(decorate, *words: str) -> tuple[dict, str]:
+def ran(*words: str) -> tuple[dict, str]:
     """The flags that a command gets, and what it printed; `words` are its command line."""
     app, got = typer.Typer(), {}
 
     @command(app, "run")
-    @decorate
-    def run(*, first: bool = False, flags: dict) -> None:
+    def run(*, first: bool = False, flags: Annotated[dict, One]) -> None:
         got.update(flags)
 
     done = CliRunner().invoke(app, words, env={"COLUMNS": "150"})
@@ -250,14 +249,14 @@ def test_a_call_with_a_misspelt_argument_names_those_there_are():
 
 
 def test_flags_are_those_given():
-    assert ran(takes(One))[0] == {}
+    assert ran()[0] == {}
     words = ("me", "--size", "8", "--size", "24", "--no-fast", "--mode", "b")
-    flags, _ = ran(takes(One), *words)
+    flags, _ = ran(*words)
     assert flags == {"name": "me", "sizes": (8, 24), "fast": False, "modes": ("b",)}
 
 
 def test_the_help_says_the_defaults():
-    _, text = ran(takes(One), "--help")
+    _, text = ran("--help")
     for part in ("Sizes. [default: 8, 16]", "Fast. [default: on]", "--no-fast", "a|b|c"):
         assert part in text
     places = [text.index(f"--{name}") for name in ("first", "seed", "size", "fast")]

@@ -4,13 +4,12 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from twellctl.bench.settings import DecodeSettings, ModelSettings
 from twellctl.cli.command import JsonFile, command, show_help, telling
-from twellctl.cli.flags import takes
 from twellctl.errors import TwellError
 from twellctl.screens import ui
 from twellctl.screens.bench import benched, decoded
@@ -23,8 +22,7 @@ app = typer.Typer(
 
 
 @command(app, "bench model exported --data heldout.jsonl", name="model")
-@takes(ModelSettings)
-def model(*, flags: dict[str, Any], json: JsonFile = None) -> None:
+def model(*, flags: Annotated[dict, ModelSettings], json: JsonFile = None) -> None:
     """A whole model over TwELL against the dense one.
 
     The prefill of its body, without the LM head: eager and under torch.compile, the dense one in
@@ -38,8 +36,7 @@ def model(*, flags: dict[str, Any], json: JsonFile = None) -> None:
 
 
 @command(app, "bench decode exported --data heldout.jsonl --batch 1", name="decode")
-@takes(DecodeSettings)
-def decode(*, flags: dict[str, Any], json: JsonFile = None) -> None:
+def decode(*, flags: Annotated[dict, DecodeSettings], json: JsonFile = None) -> None:
     """Token by token: a whole model dense and over TwELL.
 
     Both in the engine of serve-local, the dense form over kernels of its own for few tokens, in

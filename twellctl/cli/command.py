@@ -4,12 +4,13 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperOption
 
+from twellctl.cli.flags import given_of, options_of
 from twellctl.files.home import from_home
 from twellctl.files.outputs import check_json_path, write_file
 from twellctl.files.strict_json import json_text
@@ -99,17 +100,22 @@ def command(
     def register(function: Callable[..., None]) -> Callable[..., None]:
         kind = type("_Command", (_Command,), {"shown": shown})
         app.command(name, cls=kind, epilog=f"Example: twellctl {example}", rich_help_panel=group)(
-            _with_quiet(function, bool(shown))
+            _with_options(function, bool(shown))
         )
         return function
 
     return register
 
 
-def _with_quiet(function: Callable[..., None], is_long: bool) -> Callable[..., None]:
-    own = list(inspect.signature(function).parameters.values())
+def _with_options(function: Callable[..., None], is_long: bool) -> Callable[..., None]:
+    """`function` with --quiet, and with an option for each setting of KIND where its parameters
+    have `flags: Annotated[dict, KIND]`."""
+    own, parameters = inspect.signature(function).parameters, []
+    settings = options_of(get_args(own["flags"].annotation)[1]) if "flags" in own else {}
+    for name, parameter in own.items():
+        parameters += settings.values() if name == "flags" else [parameter]
     kinds = {"quiet": Quiet} | ({"help_all": HelpAll} if is_long else {})
-    options = [
+    parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
         for name, kind in kinds.items()
     ]
@@ -117,15 +123,16 @@ def _with_quiet(function: Callable[..., None], is_long: bool) -> Callable[..., N
     def run(*, quiet: bool, help_all: bool = False, **given: Any) -> None:
         if quiet:
             ui.be_quiet()
+        flags = {"flags": given_of(settings, given)} if settings else {}
         paths = {n: from_home(path) for n, path in given.items() if isinstance(path, Path)}
         try:
-            function(**given | paths)
+            function(**given | paths | flags)
         except BrokenPipeError as error:  # the parser would make it a failure
             raise ReaderLeft from error
 
     run.__name__, run.__doc__ = function.__name__, function.__doc__
-    run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
 
 

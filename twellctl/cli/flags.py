@@ -10,36 +10,24 @@ import typer
 
 from twellctl.settings import flag_of, kind_of
 
-Command = Callable[..., None]
 
-
-def takes(kind: type) -> Callable[[Command], Command]:
-    """Give `run(..., flags)` an option for each field of a dataclass of settings.
-
-    `flags` are those given, by the names of their fields; many values are a tuple. The options
-    stand in the help where `flags` stands among the parameters.
-    """
+def options_of(kind: type) -> dict[str, inspect.Parameter]:
+    """An option for each field of a dataclass of settings, by the field's name."""
     options, group = {}, None
     for field in dataclasses.fields(kind):
         group = field.metadata["group"] or group
         options[field.name] = _parameter(field, group)
+    return options
 
-    def decorate(run: Command) -> Command:
-        parameters = []
-        for own in inspect.signature(run).parameters.values():
-            parameters += options.values() if own.name == "flags" else [own]
 
-        def with_options(**given: Any) -> None:
-            flags = {name: given.pop(option.name) for name, option in options.items()}
-            flags = {k: tuple(v) if isinstance(v, list) else v for k, v in flags.items()}
-            run(**given, flags={k: v for k, v in flags.items() if v not in (None, ())})
+def given_of(options: dict[str, inspect.Parameter], given: dict[str, Any]) -> dict[str, Any]:
+    """Of what a command was `given` its `options`, by field, which are taken out of it.
 
-        with_options.__name__, with_options.__doc__ = run.__name__, run.__doc__
-        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        with_options.__annotations__ = {p.name: p.annotation for p in parameters}
-        return with_options
-
-    return decorate
+    Those that were not given are left out; many values are a tuple.
+    """
+    values = {name: given.pop(option.name) for name, option in options.items()}
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 def _default(field: Field) -> str:

@@ -2,12 +2,11 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from twellctl.cli.command import Model, Out, Overwrite, Revision, be_quiet_unless_first
-from twellctl.cli.flags import takes
 from twellctl.cli.use import TemplateArguments
 from twellctl.errors import UsageError
 from twellctl.fitting.settings import Fit
@@ -17,7 +16,6 @@ from twellctl.training.recipe import Recipe
 from twellctl.write import Writing
 
 
-@takes(Fit)
 def convert(
     *,
     model: Model,
@@ -27,7 +25,7 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what a fit would take: time and memory.")
     ] = False,
-    flags: dict[str, Any],
+    flags: Annotated[dict, Fit],
 ) -> None:
     """Make a model with SiLU or GELU gates ReLU.
 
@@ -51,7 +49,6 @@ def convert(
     screen.converted(run(model, out, **how, doing=ui.doing, told=screen.fitting, **flags), model)
 
 
-@takes(Writing)
 def write(
     *,
     model: Model,
@@ -64,7 +61,7 @@ def write(
             "question, or messages that end with a user's.",
         ),
     ],
-    flags: dict[str, Any],
+    flags: Annotated[dict, Writing],
     chat_template_kwargs: TemplateArguments = None,
     revision: Revision = None,
     overwrite: Overwrite = False,
@@ -101,7 +98,6 @@ def write(
     ui.say(f"next: twellctl {step} --data {ui.word(done.out)}")
 
 
-@takes(Recipe)
 def finetune(
     *,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
@@ -123,7 +119,7 @@ def finetune(
         bool, typer.Option("--dry-run", help="Only say what it would take: time, memory and disk.")
     ] = False,
     target_sparsity: Annotated[float | None, typer.Option(hidden=True)] = None,  # 1 - density
-    flags: dict[str, Any],
+    flags: Annotated[dict, Recipe],
 ) -> None:
     """Make a ReLU model sparse.
 

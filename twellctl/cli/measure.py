@@ -2,23 +2,21 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from twellctl.cli.command import JsonFile, telling
-from twellctl.cli.flags import takes
 from twellctl.cli.use import TemplateArguments
 from twellctl.evaluation.settings import Comparing, Evaluating, Reading
 from twellctl.screens import measure as screen
 from twellctl.screens import ui
 
 
-@takes(Reading)
 def profile(
     *,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
-    flags: dict[str, Any],
+    flags: Annotated[dict, Reading],
     json: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the profile here, for export; - is stdout."),
@@ -41,13 +39,12 @@ def profile(
     tell(done, partial(screen.profiled, saved_as=json))
 
 
-@takes(Evaluating)
 def evaluate(
     *,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A model, SiLU or ReLU: a folder or a hub id.")
     ],
-    flags: dict[str, Any],
+    flags: Annotated[dict, Evaluating],
     chat_template_kwargs: TemplateArguments = None,
     json: JsonFile = None,
 ) -> None:
@@ -73,7 +70,6 @@ def evaluate(
     tell(done, screen.evaluated)
 
 
-@takes(Comparing)
 def compare(
     *,
     base: Annotated[
@@ -82,7 +78,7 @@ def compare(
     sparse: Annotated[
         str, typer.Argument(metavar="SPARSE", help="The model that was made from it.")
     ],
-    flags: dict[str, Any],
+    flags: Annotated[dict, Comparing],
     chat_template_kwargs: TemplateArguments = None,
 ) -> None:
     """Show two models' answers side by side.

@@ -8,7 +8,6 @@ import typer
 
 from twellctl.cli import interrupts
 from twellctl.cli.command import Model
-from twellctl.cli.flags import takes
 from twellctl.errors import TwellError, UsageError, reason
 from twellctl.files.strict_json import parse_json
 from twellctl.generate import Answering, Chat, Drawing
@@ -53,14 +52,13 @@ Gates = Annotated[
 COMMANDS = "/new begins again, /system TEXT says how to answer, /exit ends; Ctrl-C stops an answer"
 
 
-@takes(Drawing)
 def generate(
     *,
     model: Model,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="What to answer or to continue; - reads stdin.")
     ],
-    flags: dict[str, Any],
+    flags: Annotated[dict, Drawing],
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -98,12 +96,11 @@ def generate(
         generated(answer.figures)
 
 
-@takes(Answering)
 def chat(
     *,
     model: Model,
     system: Annotated[str, typer.Option(metavar="TEXT", help="How the model is to answer.")] = "",
-    flags: dict[str, Any],
+    flags: Annotated[dict, Answering],
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "whole",
@@ -156,11 +153,10 @@ def _answer(chat: Chat, text: str) -> None:
     generated(chat.figures)
 
 
-@takes(Serving)
 def serve_local(
     *,
     model: Model,
-    flags: dict[str, Any],
+    flags: Annotated[dict, Serving],
     api_key: Annotated[
         str | None,
         typer.Option(
