@@ -11,13 +11,13 @@ SCREENED, WHOLE = GATES = ("screened", "whole")  # how the gates of a step are r
 
 
 class Guide(Protocol):
-    """Where one text stands in the grammar that it must follow."""
+    """Where one text stands in the grammar that it must follow; llguidance's matcher is one."""
 
-    def allowed(self) -> bytes:
+    def compute_bitmask(self) -> bytes:
         """One bit a token, the first token's lowest: whether it may be next."""
         ...
 
-    def take(self, token: int) -> bool:
+    def consume_token(self, token: int) -> bool:
         """The token that was chosen; whether it may be there."""
         ...
 

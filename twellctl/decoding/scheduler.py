@@ -156,7 +156,7 @@ class Scheduler:
             if self._changed:
                 return
             guided = [(row, s.guide) for row, s in enumerate(self.running) if s.guide]
-            self._batch.allow({row: guide.allowed() for row, guide in guided})
+            self._batch.allow({row: guide.compute_bitmask() for row, guide in guided})
         before, rows = self._under_way, self.running
         num_pages = max(len(sequence.pages) for sequence in rows)
         failure = None
@@ -207,7 +207,7 @@ class Scheduler:
         self.failed = 0
         events.append((sequence, token))
         ended = token.id in self.eos_tokens and not sequence.sampling.ignore_eos
-        if sequence.guide and not ended and not sequence.guide.take(token.id):
+        if sequence.guide and not ended and not sequence.guide.consume_token(token.id):
             self._end(sequence, events, EngineError(f"token {token.id} is not allowed here"))
         if ended or len(sequence.tokens) >= sequence.most_tokens:
             self._end(sequence, events)

@@ -53,7 +53,7 @@ class Sequence:
         """What its penalties, biases and guide go by; None without any."""
         if not self.variant.weighed:
             return None
-        allowed = None if self.guide is None else self.guide.allowed()
+        allowed = None if self.guide is None else self.guide.compute_bitmask()
         return Told(self.tokens, self.num_prompt, self.sampling.logit_bias, allowed)
 
     def fields(self) -> np.ndarray:

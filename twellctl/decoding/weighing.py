@@ -19,7 +19,7 @@ from twellctl.decoding.sampler import Field
 class Told:
     """What the host knows of a row: all its tokens, how many are the prompt's, its biases.
 
-    `allowed`: as of `Guide.allowed`, None without a guide.
+    `allowed`: as of `Guide.compute_bitmask`, None without a guide.
     """
 
     tokens: list[int]
@@ -69,7 +69,7 @@ class Weights:
         self.allow({r: t.allowed for r, t in enumerate(told) if t is not None and t.allowed})
 
     def allow(self, allowed: Mapping[int, bytes]) -> None:
-        """Of some rows: which tokens may be next, as `Guide.allowed` says it."""
+        """Of some rows: which tokens may be next, as `Guide.compute_bitmask` says it."""
         size = self.barred.shape[1]
         for row, bits in allowed.items():
             may = np.unpackbits(np.frombuffer(bits, np.uint8), count=size, bitorder="little")

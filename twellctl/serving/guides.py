@@ -10,6 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from twellctl.decoding.engine import Guide
 from twellctl.files.strict_json import to_json
 from twellctl.here.machine import version_of
 from twellctl.serving.request_fields import ApiError, invalid, unsupported
@@ -44,7 +45,7 @@ class Guides:
         self._lock = threading.Lock()
         self._known: Any = None
 
-    def __call__(self, schema: dict[str, Any]) -> Callable[[], "SchemaGuide"]:
+    def __call__(self, schema: dict[str, Any]) -> Callable[[], Guide]:
         """What gives each text its guide; `ApiError` for a schema that is none."""
         found = version_of("llguidance")
         if found is None or Version(found) < _LEAST:
@@ -61,7 +62,7 @@ class Guides:
         if wrong:
             message = f"{FIELD}: {' '.join(wrong.split())[:300]}"
             raise ApiError(400, message, param=FIELD, code="json_schema")
-        return lambda: SchemaGuide(LLMatcher(known, grammar, log_level=0))
+        return lambda: LLMatcher(known, grammar, log_level=0)
 
     def _vocabulary(self) -> Any:
         """The tokens as llguidance knows them, made for the first who asks."""
@@ -78,30 +79,17 @@ class Guides:
         return self._known
 
 
-class SchemaGuide:
-    """A `Guide` of one text."""
-
-    def __init__(self, matcher: Any):
-        self._matcher = matcher
-
-    def allowed(self) -> bytes:
-        return self._matcher.compute_bitmask()
-
-    def take(self, token: int) -> bool:
-        return self._matcher.consume_token(token)
-
-
 class Given:
     """A `Guide` of a text that begins with `tokens`, and goes on freely."""
 
     def __init__(self, tokens: Sequence[int], vocab_size: int):
         self._tokens, self._place, self._bytes = tokens, 0, -(-vocab_size // 8)
 
-    def allowed(self) -> bytes:
+    def compute_bitmask(self) -> bytes:
         if self._place >= len(self._tokens):
             return b"\xff" * self._bytes
         return (1 << self._tokens[self._place]).to_bytes(self._bytes, "little")
 
-    def take(self, token: int) -> bool:
+    def consume_token(self, token: int) -> bool:
         self._place += 1
         return True
