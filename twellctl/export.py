@@ -110,7 +110,8 @@ def export(
         config |= _write_weights_and_bundle(checkpoint, stage, form, quantize, shard_bytes)
         copy_side_files(checkpoint, stage)
         write_config(stage, config)
-        write_card(stage, out.name, checkpoint.path, measured, judged or None, timed or None)
+        figures = {"profile": measured, "evaluation": judged or None, "bench": timed or None}
+        write_card(stage, out.name, checkpoint.path, **figures)
     if evaluation is None and not checkpoint.is_only_converted:
         note(
             "nobody has measured what this model writes on tasks: 'twellctl eval "

@@ -34,18 +34,14 @@ def open_engine(
     model: PreTrainedModel,
     extra_eos: Iterable[int | None] = (),
     *,
-    cache_bytes: int | None = None,
-    max_running: int = MAX_RUNNING,
     max_waiting: int = MAX_WAITING,
-    gates: str = WHOLE,
+    **how: Any,
 ) -> DecodeEngine:
-    """An `Engine` (engine.py) whose worker has started; the arguments of `open_scheduler`.
+    """An `Engine` (engine.py) whose worker has started; `how`: as of `open_scheduler`.
 
     More than `max_waiting` generations that wait for room are refused.
     """
-    how = {"cache_bytes": cache_bytes, "max_running": max_running, "gates": gates}
-    scheduler = open_scheduler(model, extra_eos, **how)
-    return DecodeEngine(scheduler, max_waiting)
+    return DecodeEngine(open_scheduler(model, extra_eos, **how), max_waiting)
 
 
 def open_scheduler(

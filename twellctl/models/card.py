@@ -103,22 +103,15 @@ class Figures:
     bench: dict[str, Any] | None = None
 
 
-def write_card(
-    folder: Path,
-    name: str,
-    source: Path,
-    profile: Profile | None = None,
-    evaluation: dict[str, Any] | None = None,
-    bench: dict[str, Any] | None = None,
-) -> None:
+def write_card(folder: Path, name: str, source: Path, **measured: Any) -> None:
     """Write the card of the model in `folder`, which is called `name` and was made from `source`.
 
-    Its figures come from `profile`, `evaluation` and `bench`, else from what `folder` itself holds.
+    Its figures come from what was `measured`, fields of `Figures`, else from what `folder` holds.
     """
     name = " ".join(encodable(name).splitlines())
     word = shlex.quote(name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    figures = Figures(_report(folder), profile, evaluation, bench)
+    figures = Figures(_report(folder), **measured)
     base = config["twell"].get("source")
     stock = next(map(str, config.get("architectures") or ()), "")
     stock = stock if stock.isidentifier() and stock.isascii() else "class"
