@@ -139,7 +139,7 @@ def test_an_nvrtc_that_does_not_work(monkeypatch):
 def test_no_nvrtc(monkeypatch):
     monkeypatch.setattr(twell_nvrtc, "find_nvrtc", lambda: None)
     found = kernels_here.find_nvrtc("13.0", 0)
-    assert (found.state, found.advice) == ("none", machine.pip_install("cuda13x"))
+    assert (found.state, found.advice) == ("none", machine.install_advice("13.0"))
     assert kernels_here.find_nvrtc(None, 0).advice == ""
 
 

@@ -121,7 +121,9 @@ def _point(
     tokens, in_fp8 = ids.numel(), subject.models.fp8 is not None
     body, modes = subject.models.bf16.base_model, contest.dense_modes(course.device)
     course.note(f"{tokens} tokens: reference in float32")
-    expected = _reference(body, ids)
+    wide = copy.deepcopy(body).float()
+    expected = last_hidden(wide, ids[:1, :REFERENCE_TOKENS])[0]  # `[T, K]`, of the first tokens
+    del wide
 
     def contender(name: str, kind: str, body: nn.Module, mode: str) -> contest.Contender:
         run = contest.compiled(lambda batch: last_hidden(body, batch), mode)
@@ -147,9 +149,3 @@ def _point(
         )
     about |= {"auto_took": routes_taken(twin, tokens, in_fp8)}
     return Point(tokens, about, "float32", outcome, FP8_ROUNDING if in_fp8 else None)
-
-
-def _reference(body: nn.Module, ids: Tensor) -> Tensor:
-    """Last hidden states `[T, K]` of the first tokens, all computed in float32."""
-    wide = copy.deepcopy(body).float()
-    return last_hidden(wide, ids[:1, :REFERENCE_TOKENS])[0]

@@ -6,7 +6,7 @@ So the reference answers prompts greedily, both models read these answers, and e
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.errors import TwellError
-from twellctl.evaluation.answers import Answer, answers
+from twellctl.evaluation.answers import Answer, Progress, answers
 from twellctl.evaluation.results import AnswerScore, Mean
 from twellctl.evaluation.windows import batches
 from twellctl.models.head_loss import HeadLoss
@@ -24,7 +24,6 @@ MAX_TOKENS = 256  # of an answer that is asked for agreement alone
 PROMPTS = 16  # out of a text that was held out
 _OPENING = 128  # tokens of such a text that are continued, where it holds no chats
 _MARK = "\N{LEFT WHITE SQUARE BRACKET}"
-Progress = Callable[[int, int], None]
 
 
 def compare_answers(

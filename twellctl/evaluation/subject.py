@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
 from twellctl.errors import TwellError
 from twellctl.evaluation import choices, questions
-from twellctl.evaluation.answers import Answer, answers
+from twellctl.evaluation.answers import Answer, Progress, answers
 from twellctl.evaluation.questions import Task
 from twellctl.evaluation.results import Marks
 from twellctl.evaluation.windows import dtype_for
@@ -22,7 +22,6 @@ from twellctl.text.tokens import check_ids, encode_prompt, encode_written
 
 _COMPARED = 10_000  # characters of each text that both tokenizers encode
 Doing = Callable[[str], None]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

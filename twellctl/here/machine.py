@@ -106,13 +106,11 @@ def find_cupy(cuda: str | None) -> Finding:
 
 
 def install_advice(cuda: str | None) -> str:
-    """How to install what the kernels need, beside the torch that is there."""
-    return pip_install(extra(cuda))
+    """How to install what the kernels need, beside the torch that is there.
 
-
-def pip_install(extra: str) -> str:
-    """The command that installs an extra of twellctl. pip keeps the twellctl that is installed."""
-    return f"pip install '{'twellctl' if version_of('twellctl') else '.'}[{extra}]'"
+    pip keeps the twellctl that is installed.
+    """
+    return f"pip install '{'twellctl' if version_of('twellctl') else '.'}[{extra(cuda)}]'"
 
 
 def extra(cuda: str | None) -> str:

@@ -36,10 +36,12 @@ class Access:
         """Raises `ApiError` for requests from another host or site, which no key lets in."""
         host, origin = http.headers.get("Host"), http.headers.get("Origin")
         host_name, origin_name = _host_name(host or ""), _host_name(origin or "", _ORIGIN)
-        if host is not None and not self._is_own(host_name):
+        is_own = is_loopback(host_name) or host_name in self.hosts
+        if host is not None and not (is_own or (self.beyond_loopback and is_address(host_name))):
             message = f"the Host header names another machine than this server: {host[:100]!r}"
             raise ApiError(403, message + _remedy(host_name), code="forbidden_host")
-        if origin is not None and not self._is_friendly(origin_name, host_name):
+        is_friendly = is_loopback(origin_name) or origin_name in self.hosts
+        if origin is not None and not (is_friendly or origin_name == host_name != ""):
             message = f"the Origin header names another site than this server: {origin[:100]!r}"
             raise ApiError(403, message + _remedy(origin_name), code="forbidden_origin")
 
@@ -55,14 +57,6 @@ class Access:
         given_bytes = given.strip().encode(errors="surrogateescape")
         if not hmac.compare_digest(given_bytes, self.key.encode()):
             raise ApiError(401, "the key is not this server's", code="invalid_api_key")
-
-    def _is_own(self, host: str) -> bool:
-        return (
-            is_loopback(host) or host in self.hosts or (self.beyond_loopback and is_address(host))
-        )
-
-    def _is_friendly(self, origin: str, host: str) -> bool:
-        return is_loopback(origin) or origin in self.hosts or origin == host != ""
 
 
 def guard(access: Access):

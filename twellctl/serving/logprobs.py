@@ -49,14 +49,11 @@ class TokenSpelling:
 
     def __call__(self, token: int) -> Spelling:
         if token not in self._known:
-            self._known[token] = self._spell(token)
+            text = self._decode([token])[self._num_before :]
+            is_whole = _UNDECODED not in text
+            spelled = text.encode() if is_whole else self._bytes(token, text)
+            self._known[token] = Spelling(text, spelled)
         return self._known[token]
-
-    def _spell(self, token: int) -> Spelling:
-        text = self._decode([token])[self._num_before :]
-        if _UNDECODED not in text:
-            return Spelling(text, text.encode())
-        return Spelling(text, self._bytes(token, text))
 
     def _bytes(self, token: int, text: str) -> bytes | None:
         name = self._tokenizer.convert_ids_to_tokens(token)

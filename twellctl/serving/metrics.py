@@ -51,7 +51,8 @@ class Metrics:
 
     def count(self, http: web.Request, measured: Measured) -> None:
         """Which endpoint answered with what, and how long it took."""
-        endpoint = _endpoint(http)
+        resource = http.match_info.route.resource
+        endpoint = resource.canonical if resource else "unknown"  # one word, or anyone makes labels
         self._requests.labels(endpoint, measured.status).inc()
         self._request_seconds.labels(endpoint).observe(measured.seconds)
 
@@ -68,12 +69,6 @@ class Metrics:
                     measured.new_tokens += piece.num_tokens - num_tokens
                     before, num_tokens = now, piece.num_tokens
                 yield piece
-
-
-def _endpoint(http: web.Request) -> str:
-    """The route's path; one word for all that have none, or anyone could make labels."""
-    resource = http.match_info.route.resource
-    return resource.canonical if resource else "unknown"
 
 
 class _EngineCollector(Collector):

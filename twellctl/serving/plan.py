@@ -86,7 +86,7 @@ def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
     _check(model, request.options, 1)
     given = model.template | request.template
     if request.tools:
-        if not knows_tools(_template(model.tokenizer)):
+        if not knows_tools(model.tokenizer):
             raise unsupported("tools", "this model's chat template does not call them")
         given |= {"tools": list(request.tools)}
     try:
@@ -104,14 +104,6 @@ def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
     guide = None if request.schema is None else model.guides(request.schema)
     tasks = _tasks(0, prompt, [], request.options, budget, guide)
     return Plan(tasks, len(prompt), request.options, bool(request.tools))
-
-
-def _template(tokenizer: Any) -> str | None:
-    """The chat template for tools, where there are several."""
-    try:
-        return tokenizer.get_chat_template(tools=[{}])
-    except Exception:  # none, or none for all
-        return None
 
 
 def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:

@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from twellctl.serving.completion import Call, Piece
 from twellctl.text.tokens import overlap
@@ -18,9 +19,13 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|\Z)", re.DOTALL)
 
 
-def knows_tools(template: str | None) -> bool:
-    """Whether a chat template tells a model of tools, and to call them so."""
-    return template is not None and "tools" in template and OPEN in template
+def knows_tools(tokenizer: Any) -> bool:
+    """Whether the chat template for tools tells the model of them, and to call them so."""
+    try:
+        template = tokenizer.get_chat_template(tools=[{}])
+        return "tools" in template and OPEN in template
+    except Exception:  # there is none, or several and none for all
+        return False
 
 
 async def with_calls(pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:

@@ -130,8 +130,8 @@ class Muon(torch.optim.AdamW):
     def _step_matrices(self, group: dict) -> None:
         weights = [p for p in group["params"] if p.grad is not None]
         begun: Callable[[], None] | None = None
-        for shape in sorted(set(map(_shape, weights))):
-            same = [p for p in weights if _shape(p) == shape]
+        for shape in sorted({p.shape for p in weights}):
+            same = [p for p in weights if p.shape == shape]
             least = dist.get_world_size() if is_one_of_several() else 1  # one for each process
             size = max(least, AT_ONCE // math.prod(shape))
             for start in range(0, len(same), size):
@@ -144,7 +144,7 @@ class Muon(torch.optim.AdamW):
     def _begin(self, weights: list[Tensor], group: dict) -> Callable[[], None]:
         """Begin a step of some of one shape; what is returned ends it."""
         steps = self._begin_steps(weights)
-        size = ADAMW_SIZE * math.sqrt(max(_shape(weights[0])))
+        size = ADAMW_SIZE * math.sqrt(max(weights[0].shape))
 
         def end() -> None:
             held = [local(p) for p in weights]
@@ -308,7 +308,3 @@ def slow_on_cpu(model: PreTrainedModel, kind: str, step_tokens: int) -> str | No
 def _is_inside(name: str, parameter: nn.Parameter) -> bool:
     """Whether it is a matrix of a layer; the factors of an adapter are none."""
     return parameter.ndim == 2 and ".layers." in name and "lora_" not in name
-
-
-def _shape(weight: Tensor) -> tuple[int, ...]:
-    return tuple(weight.shape)
