@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -143,19 +144,14 @@ def test_nothing_is_left_beside_the_cubins(compiler, tmp_path, monkeypatch):
 
 
 def test_threads_meet_in_the_cache(compiler, tmp_path):
-    found, start = [], threading.Barrier(8)
+    start = threading.Barrier(8)
 
-    def load():
+    def load(_: int):
         start.wait()
-        found.append(load_cubin("one.cu", SOURCES, "sm_80"))
+        return load_cubin("one.cu", SOURCES, "sm_80")
 
-    threads = [threading.Thread(target=load) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
-    assert len(set(found)) == 1
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(load, range(8)))) == 1
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".cubin"]
 
 

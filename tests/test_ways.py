@@ -2,8 +2,8 @@
 
 import contextlib
 import math
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,12 +248,8 @@ def test_choices_of_several_processes_are_all_kept(timed, tmp_path):
             twell_route.kept_or_measured(name, ["a", "b"], ("eager",), lambda: times)
 
     times = {"eager a": 1.0, "eager b": 2.0}
-
-    threads = [threading.Thread(target=choose_some, args=[20 * i]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(choose_some, range(0, 80, 20)))
     assert len(twell_route._read_kept()) == 80
 
 

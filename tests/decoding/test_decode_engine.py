@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
 import pytest
@@ -75,17 +76,11 @@ def test_stats_before_the_first(engine):
 
 
 def test_two_event_loops(engine):
-    found = {}
+    def ask(i: int) -> list:
+        return asyncio.run(tokens_of(engine, [i], 200))
 
-    def ask(i: int) -> None:
-        found[i] = asyncio.run(tokens_of(engine, [i], 200))
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {i: expected([i], 200) for i in range(3)}
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(ask, range(3))) == [expected([i], 200) for i in range(3)]
 
 
 def test_a_closed_generator_frees_its_place(engine, decoder):

@@ -7,6 +7,7 @@ float64, rounded to bf16 where the kernels round.
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -321,12 +322,8 @@ def test_threads_with_streams_of_their_own(sources, route):
                 if not torch.equal(problem.run(sources, route), expected):
                     failures.append(str(problem))
 
-    pairs = zip(problems, wanted, strict=True)
-    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(problems)) as pool:
+        list(pool.map(work, problems, wanted))
     assert not failures
 
 
