@@ -26,6 +26,7 @@ from twellctl.fitting.steps import LayerText, Steps, _gradients
 from twellctl.generate import generate
 from twellctl.models.loading import quiet_transformers
 from twellctl.profile import profile
+from twellctl.screens import make as screen
 
 pytestmark = pytest.mark.usefixtures("no_answers")
 
@@ -308,8 +309,9 @@ def test_two_runs_and_one_that_was_killed_give_the_same_bits(
     assert not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match="other settings"):
         convert(source, tmp_path / "out", **how | {"steps": 6})
-    layers = []
-    convert(source, tmp_path / "out", told=lambda done, *_: layers.append(done), **how)
+    doing = []
+    convert(source, tmp_path / "out", doing=doing.append, **how)
+    assert f"going on with the layers in {tmp_path / 'out.run'}" in doing
     assert (tmp_path / "out/model.safetensors").read_bytes() == (
         out / "model.safetensors"
     ).read_bytes()
@@ -362,7 +364,8 @@ def test_what_is_refused(make_model, text_file, tmp_path):
     few, alike = tmp_path / "few.jsonl", tmp_path / "alike.jsonl"
     few.write_text(json.dumps({"text": "def a(): pass " * 20}) + "\n")
     refused(make_model, few, out, "are too few to fit 128 weights", eval_windows=1)
-    refused(make_model, few, out, "windows of 512 tokens", seq_len=512)
+    refused(make_model, text_file, out, "the model's context, got 10000", UsageError, seq_len=10000)
+    refused(make_model, few, out, "windows of 256 tokens", seq_len=256)
     alike.write_text(json.dumps({"text": "\n" * 40000}) + "\n")
     refused(make_model, alike, out, "all alike")
     assert not (tmp_path / "out.run").exists()
@@ -373,7 +376,11 @@ def test_what_is_refused(make_model, text_file, tmp_path):
         convert(tmp_path / "relu", out, data=[str(text_file)])
 
 
-def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path):
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, monkeypatch):
     source, out = make_model("llama"), tmp_path / "out"
     words = ["--data", text_file, "--tokens", 2048, "--seq-len", 32, "--eval-windows", 8]
     words += ["--steps", 4, "--step-tokens", 64]
@@ -381,6 +388,14 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path):
     assert code == 0
     assert "2048 tokens, 2 layers of 32 x 96 and a map of rank 16" in said
     assert not out.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(screen, "fitting", interrupt)
+        code, _, err = cli("convert", source, out, *words)
+    assert code == 130
+    assert err[-2:] == [
+        f"{out}.run keeps the layers that were fitted: the same command goes on",
+        "error: interrupted",
+    ]
     code, said, _ = cli("convert", source, out, *words)
     assert code == 0
     assert "of the neurons fire for a token" in said

@@ -102,10 +102,14 @@ def _fitted(
         claim = in_the_first(world, lambda: held.enter_context(claiming))
         checkpoint = in_all(lambda: _opened(model, revision))
         checkpoint.require_tokenizer()
+        if fit.seq_len > (longest := checkpoint.context or fit.seq_len):
+            raise UsageError(
+                f"seq-len must be <= {longest}, the model's context, got {fit.seq_len}"
+            )
         doing("reading and tokenising the text")
-        prepare_fit(run, checkpoint, fit, world, overwrite=overwrite)
+        goes_on = prepare_fit(run, checkpoint, fit, world, overwrite=overwrite)
         world.wait_for_everyone()
-        doing("fitting the first layer")
+        doing(f"going on with the layers in {run}" if goes_on else "fitting the first layer")
         try:
             fitted = fit_weights(checkpoint, run, fit, world, told)
         except torch.OutOfMemoryError as error:

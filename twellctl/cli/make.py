@@ -39,6 +39,7 @@ def convert(
     be_quiet_unless_first()
     ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
+    from twellctl.training.recipe import run_folder
 
     if dry_run:
         from twellctl.fitting.plan import plan
@@ -46,7 +47,13 @@ def convert(
         screen.planned(plan(model, revision=revision, **flags))
         return
     how = {"revision": revision, "overwrite": overwrite}
-    screen.converted(run(model, out, **how, doing=ui.doing, told=screen.fitting, **flags), model)
+    try:
+        done = run(model, out, **how, doing=ui.doing, told=screen.fitting, **flags)
+    except KeyboardInterrupt:
+        if (kept := run_folder(out)).exists():
+            ui.note(f"{kept} keeps the layers that were fitted: the same command goes on")
+        raise
+    screen.converted(done, model)
 
 
 def write(
