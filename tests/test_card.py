@@ -111,6 +111,10 @@ def test_figures_that_no_run_has_are_not_shown(sparse, tmp_path):
 
 
 def test_a_fine_tuned_model_has_a_verdict_without_an_evaluation(cli, success, sparse, tmp_path):
+    bare = shutil.copytree(sparse, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    _, err = success("export", bare, tmp_path / "mute")
+    assert err[-1].startswith(f"beware: {bare} has no tokenizer")
     _, err = success("export", sparse, tmp_path / "out")
     assert any(line.startswith("nobody has measured what this model writes") for line in err)
     assert not any(line.startswith("beware") for line in err)  # as of a model only converted

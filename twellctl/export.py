@@ -118,6 +118,10 @@ def export(
             f"{checkpoint.name} --reference MODEL --tasks FILE --json FILE', then export --eval"
         )
     checkpoint.beware_of_noise(note)
+    try:
+        checkpoint.require_tokenizer()
+    except TwellError as error:
+        note(f"beware: {error}, and beside the export's")
     if most > FP16:
         note(f"run it in bf16: in fp16 a value of {most:.0f}, which the profile saw, is infinite")
     served = is_served_over_twell(config)
