@@ -57,13 +57,13 @@ def test_the_largest_numbers_are_numbers(relu_llama, tmp_path, dtype):
 @pytest.fixture
 def overflowing(monkeypatch):
     """Weights are finite, what the model computes is not."""
-    forward = HFDecoder._forward
+    forward = HFDecoder.prefill
 
     def spoilt(self, *inputs):
         logits, fired = forward(self, *inputs)
         return logits * float("nan"), fired
 
-    monkeypatch.setattr(HFDecoder, "_forward", spoilt)
+    monkeypatch.setattr(HFDecoder, "prefill", spoilt)
 
 
 def test_profile_says_where_gates_are_no_numbers(relu_llama, text_file, tmp_path, refusal):

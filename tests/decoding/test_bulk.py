@@ -7,7 +7,7 @@ import pytest
 import torch
 from greedy import greedy
 
-from twellctl.decoding import bulk
+from twellctl.decoding import bulk, opening
 from twellctl.decoding.bulk import Bulk, answers
 from twellctl.decoding.dense_decoder import DenseDecoder
 from twellctl.decoding.engine import Sampling
@@ -78,7 +78,8 @@ def test_rows_end_and_are_taken_again(with_ends, monkeypatch, kind, late):
     assert run(model, prompts, 20, rows=6) == known
     # of a cache where three rows find room
     size = kind(model).page_bytes if kind is HFDecoder else HFDecoder(model).page_bytes
-    assert run(model, prompts, 20, rows=6, longest=128, cache_bytes=7 * size) == known
+    monkeypatch.setattr(opening, "CPU_CACHE_BYTES", 7 * size)
+    assert run(model, prompts, 20, rows=6, longest=128) == known
 
 
 def test_a_window_hides_what_lies_before_it(opened):

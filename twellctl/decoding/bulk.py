@@ -69,16 +69,14 @@ class Bulk:
         *,
         rows: int = ROWS,
         longest: int | None = None,
-        cache_bytes: int | None = None,
     ):
         """`longest`: tokens of a sequence at most, None: the model's context.
 
-        `cache_bytes` bounds the key-value cache, as `open_scheduler` says. `TwellError` for a model
-        that does not go through batches.
+        `TwellError` for a model that does not go through batches.
         """
         self._decoder, self.why_slow = _open_decoder(model)  # None: as fast as it gets
         self.ends, self.context = ends, min(longest or self._decoder.context, self._decoder.context)
-        pages = num_pages(self._decoder, cache_bytes, rows, self.context)
+        pages = num_pages(self._decoder, None, rows, self.context)
         self.num_drawn = self.num_tokens = 0  # in all; of what is under way, with the prompts
         self._pool, self._max_rows = RunPool(pages), rows
         self.context = min(self.context, self._pool.capacity * PAGE)

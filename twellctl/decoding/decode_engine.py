@@ -59,7 +59,10 @@ class DecodeEngine:
                     raise event
                 yield event
         finally:
-            self._forget(sequence)
+            if not sequence.gone:
+                with self._wake:
+                    self._left.append(sequence)
+                    self._wake.notify_all()
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -92,12 +95,6 @@ class DecodeEngine:
                 raise QueueFull(f"{self._max_waiting} generations wait already: try again later")
             self._arrived.append(sequence)
             self._wake.notify_all()
-
-    def _forget(self, sequence: Sequence) -> None:
-        if not sequence.gone:
-            with self._wake:
-                self._left.append(sequence)
-                self._wake.notify_all()
 
     # ---- the worker ----
 

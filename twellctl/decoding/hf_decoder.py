@@ -159,17 +159,6 @@ class HFDecoder:
         return sorted({*powers, max_pages})
 
     def prefill(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        return self._forward(tokens, positions, tables)
-
-    def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        return self._forward(tokens[:, None], positions[:, None], tables)
-
-    def read(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]) -> None:
-        """Cache whole prompts from their first tokens on, in one forward."""
-        begun = [(prompt, 0, taken) for prompt, taken in zip(prompts, pages, strict=True)]
-        self.prefill(*(torch.from_numpy(rows).to(self.device) for rows in padded(begun)))
-
-    def _forward(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and positions `[B, Q]`, tables `[B, W]`; what is returned is of the last ones.
 
         Position -1 is no token: it looks at its row's first one, and nobody looks at it.
@@ -185,6 +174,14 @@ class HFDecoder:
                 **{self._cache_argument: rows},
             )
         return done.logits[:, -1], self._fired.of_last_tokens(len(tokens), self.device)
+
+    def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        return self.prefill(tokens[:, None], positions[:, None], tables)
+
+    def read(self, prompts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]) -> None:
+        """Cache whole prompts from their first tokens on, in one forward."""
+        begun = [(prompt, 0, taken) for prompt, taken in zip(prompts, pages, strict=True)]
+        self.prefill(*(torch.from_numpy(rows).to(self.device) for rows in padded(begun)))
 
     def _masks(self, rows: "_Rows") -> Tensor | dict[str, Tensor]:
         """One mask, or one for each kind of layer where the config tells several kinds."""
