@@ -38,9 +38,6 @@ def count_windows(
     layers = range(checkpoint.ffn.num_layers)
     counts = [LayerCount(size, tile, device, text.num_groups) for _ in layers]
 
-    def look(layer: int, hidden: Tensor) -> None:
-        counts[layer].look(hidden)
-
     batch_size, done = max(1, BATCH_TOKENS // text.ids.shape[1]), 0
     for ids, groups in zip(text.ids.split(batch_size), text.groups.split(batch_size), strict=True):
         ids, groups = ids.to(device), groups.to(device)
@@ -49,7 +46,7 @@ def count_windows(
         def count(layer: int, gate: Tensor, active: Tensor, rows: Tensor = rows) -> None:
             counts[layer].add(gate, active, rows)
 
-        with FiredMeter(model, count, look):
+        with FiredMeter(model, count, lambda layer, hidden: counts[layer].look(hidden)):
             read(ids, groups)
         done += len(ids)
         progress(done, len(text.ids))

@@ -133,10 +133,7 @@ def count_layers(body: nn.Module, ids: Tensor, tile: int) -> list[LayerProfile]:
     size = body.config.intermediate_size - mapped_neurons(body.config)
     counts = [LayerCount(size, tile, ids.device) for _ in ffns]
 
-    def count(layer: int, gate: Tensor, active: Tensor) -> None:
-        counts[layer].add(gate, active)
-
-    with FiredMeter(body, count):
+    with FiredMeter(body, lambda layer, gate, active: counts[layer].add(gate, active)):
         for batch in ids.split(max(1, COUNTED_AT_ONCE // ids.shape[1])):
             body(input_ids=batch, use_cache=False)
     return [count.summary() for count in counts]

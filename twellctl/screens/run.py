@@ -17,14 +17,7 @@ class RunScreen(Progress):
     def __init__(self, checkpoint: str = "a checkpoint will be kept"):
         self.checkpoint = checkpoint
 
-    def doing(self, text: str) -> None:
-        ui.doing(text)
-
-    def note(self, text: str) -> None:
-        ui.note(text)
-
-    def fail(self, text: str) -> None:
-        ui.fail(text)
+    doing, note, fail = staticmethod(ui.doing), staticmethod(ui.note), staticmethod(ui.fail)
 
     def stopping(self) -> None:
         text = f"stopping after this step; {self.checkpoint}; Ctrl-C once more stops now"
@@ -62,8 +55,7 @@ class RunScreen(Progress):
 class _Errors(Progress):
     """Shows why a process ends, and nothing else."""
 
-    def fail(self, text: str) -> None:
-        ui.fail(text)
+    fail = staticmethod(ui.fail)
 
 
 class _Show(TrainerCallback):

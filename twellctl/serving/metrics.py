@@ -44,7 +44,7 @@ class Metrics:
         self._token_seconds = seconds("time_per_token", told, _TOKEN_SECONDS)
         registry.register(_EngineCollector(engine))
 
-    def response(self) -> web.Response:
+    async def response(self, http: web.Request) -> web.Response:
         """All of it in Prometheus' text format."""
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
         return web.Response(body=generate_latest(self._registry), headers=headers)

@@ -88,9 +88,9 @@ def make_app(
         client_max_size=limits.body_bytes,
     )
     app.on_response_prepare.append(reading(access))
-    app.router.add_get("/", endpoints.page)
+    app.router.add_get("/", page_response)
     app.router.add_get("/health", endpoints.health)
-    app.router.add_get("/metrics", endpoints.metrics)
+    app.router.add_get("/metrics", metrics.response)
     app.router.add_get("/v1", endpoints.listed)
     app.router.add_get("/v1/", endpoints.listed)
     app.router.add_get("/v1/models", endpoints.models)
@@ -111,9 +111,6 @@ class Endpoints:
         self._model, self._limits, self._traffic = model, limits, traffic
         self._metrics, self._preparing = metrics, Preparing(model.engine)
 
-    async def page(self, http: web.Request) -> web.Response:
-        return page_response()
-
     async def listed(self, http: web.Request) -> web.Response:
         """What there is, for who opens the API's own URL."""
         routes = (route for route in http.app.router.routes() if route.method != "HEAD")
@@ -126,9 +123,6 @@ class Endpoints:
         if self._model.engine.stats().failed >= FAILING or self._preparing.stuck:
             return json_response({"status": "failing"}, status=503)
         return json_response({"status": "ok"})
-
-    async def metrics(self, http: web.Request) -> web.Response:
-        return self._metrics.response()
 
     async def models(self, http: web.Request) -> web.Response:
         names = self._model.name, *self._model.names

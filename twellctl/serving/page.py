@@ -8,7 +8,7 @@ from pathlib import Path
 from aiohttp import web
 
 
-def page_response() -> web.Response:
+async def page_response(http: web.Request) -> web.Response:
     """The page; nothing in it depends on the model or on who asks."""
     text, headers = _page()
     return web.Response(text=text, content_type="text/html", charset="utf-8", headers=headers)
