@@ -150,7 +150,7 @@ def test_least_squares_are_those_of_float64():
     features, rest = torch.randn(500, 12), torch.randn(500, 5)
     products = Products(12, 5, features.device)
     for part in (slice(0, 200), slice(200, 500)):
-        products.add(features[part], rest[part])
+        products.add(features[part].T, rest[part].T)
     products.over_processes()
     f, y = features.double(), rest.double()
     gram = f.T @ f
@@ -166,8 +166,8 @@ def test_products_through_a_map_are_those_of_mapped_features():
     torch.manual_seed(0)
     features, rest, last = torch.randn(300, 12), torch.randn(300, 5), torch.randn(2, 4)
     products, mapped = Products(12, 5, features.device), Products(10, 5, features.device)
-    products.add(features, rest)
-    mapped.add(torch.cat([features[:, :8], features[:, 8:] @ last.T], 1), rest)
+    products.add(features.T, rest.T)
+    mapped.add(torch.cat([features[:, :8], features[:, 8:] @ last.T], 1).T, rest.T)
     products.over_processes(), mapped.over_processes()
     through = products.through(last)
     torch.testing.assert_close(through.gram, mapped.gram, rtol=1e-4, atol=1e-3)
@@ -449,10 +449,10 @@ def test_plans_are_those_of_runs_that_were_measured():
     small = Shape(24, 896, 4864, 14_912_384, 272_275_968, 151_936)
     large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936)
     measured = [
-        (small, {"tokens": 1_000_000}, 14.4, 72),
+        (small, {"tokens": 1_000_000}, 14.4, None),
         (small, {"tokens": 3_000_000}, 27.7, None),
-        (large, {"tokens": 1_000_000}, None, 190),
-        (large, {"tokens": 2_000_000}, 33.6, 260),
+        (large, {"tokens": 1_000_000}, None, None),
+        (large, {"tokens": 2_000_000}, 33.6, None),
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_name", lambda device: "H100")

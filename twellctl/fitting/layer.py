@@ -33,6 +33,8 @@ from twellctl.fitting.steps import LayerText, Steps, take_steps
 DIRECTION_RIDGE = 1e-4
 AT_ONCE = 8192  # tokens whose features are held
 SCORED = 8192  # tokens on which a threshold is judged
+FOR_STEPS = 4  # weights that steps begin from are solved for on a quarter of the tokens,
+ENOUGH = 16  # if that leaves this many of them for a feature
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def fit_layer(
         ffn = replace(ffn, gate=ffn.gate - shifts(ffn, text, threshold)[:, None] * direction)
     ffn = ffn.rounded(how.dtype)
     line = torch.zeros(len(direction), len(direction), device=direction.device)
-    products, fired = _products(ffn, line, direction, text)
+    every = 1 if how.steps is None else one_of(len(text), *ffn.gate.shape)
+    products, fired = _products(ffn, line, direction, text, every)
     if how.steps is not None:
         ffn, line = _solution(ffn, line, products, how.ridge)
         ffn, line = take_steps(ffn, line, direction, text, fired, how.steps)
@@ -68,13 +71,18 @@ def fit_layer(
     return _with_map(ffn, line, direction, products, how), fired
 
 
+def one_of(num_tokens: int, N: int, K: int) -> int:
+    """Weights that steps begin from are solved for on one of so many parts of the tokens."""
+    return max(1, min(FOR_STEPS, num_tokens // (ENOUGH * (N + K))))
+
+
 def find_direction(text: LayerText) -> Tensor:
     """`[K]` float32: its product with what the layer reads is nearest to 1."""
     K = text.z.shape[1]
     products = Products(K, 1, text.z.device)
     for part in _parts(len(text)):
         z = text.z[part].float()
-        products.add(z, torch.ones(len(z), 1, device=z.device))
+        products.add(z.T, torch.ones(1, len(z), device=z.device))
     products.over_processes()
     return solved(products, (K,), DIRECTION_RIDGE)[:, 0]
 
@@ -93,27 +101,29 @@ def shifts(ffn: GatedFfn, text: LayerText, threshold: float) -> Tensor:
 
 
 def _products(
-    ffn: GatedFfn, line: Tensor, direction: Tensor, text: LayerText
+    ffn: GatedFfn, line: Tensor, direction: Tensor, text: LayerText, every: int = 1
 ) -> tuple[Products, float]:
     """(sums over `[relu(gate z) * up z, mapped z]` and what `ffn` and `line` leave, share firing).
 
-    Over the tokens of all processes.
+    Over the tokens of all processes, or one part in `every` of them. Features lie `[P, T]`, as
+    products of TF32 are fastest.
     """
     N, K = ffn.gate.shape
     products = Products(N + K, K, line.device)
     weights = torch.cat([ffn.down, line], 1)
     fired = torch.zeros(2, dtype=torch.float64, device=line.device)
-    for part in _parts(len(text)):
-        z, root = text.z[part], text.weights[part, None].sqrt()
+    for part in _parts(len(text), every):
+        z, root = text.z[part], text.weights[part].sqrt()
         gate = ffn.gates(z)
         fired += torch.stack([(gate > 0).sum(), torch.tensor(gate.numel(), device=z.device)])
-        hidden = gate.relu_().mul_(ffn.ups(z)).float()
-        mapped = (z * (z @ direction.to(z.dtype)).relu()[:, None]).float()
-        features = torch.cat([hidden, mapped], 1)
+        hidden = gate.relu_().mul_(ffn.ups(z))
+        mapped = z * (z @ direction.to(z.dtype)).relu()[:, None]
+        features = torch.empty(N + K, len(z), device=z.device)
+        features.copy_(torch.cat([hidden, mapped], 1).T)
         with tf32():
-            rest = text.wanted(part) - features @ weights.T
+            rest = text.wanted(part).T - weights @ features
         if ffn.down_bias is not None:
-            rest -= ffn.down_bias
+            rest -= ffn.down_bias[:, None]
         products.add(features.mul_(root), rest.mul_(root))
     products.over_processes()
     sum_over_processes(fired)
@@ -144,5 +154,6 @@ def _with_map(
     return made.with_map(direction, map_up, change[:, N:]).rounded(how.dtype)
 
 
-def _parts(num_tokens: int) -> Iterator[slice]:
-    return (slice(i, min(i + AT_ONCE, num_tokens)) for i in range(0, num_tokens, AT_ONCE))
+def _parts(num_tokens: int, every: int = 1) -> Iterator[slice]:
+    starts = range(0, num_tokens, AT_ONCE * every)
+    return (slice(i, min(i + AT_ONCE, num_tokens)) for i in starts)

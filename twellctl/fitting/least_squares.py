@@ -1,9 +1,9 @@
 """Least squares over more tokens than memory holds features of: sums of products, then Cholesky.
 
-With features `f` `[T, P]` of all tokens, wanted outputs `y` `[T, K]` and weights `w0` `[P, K]` to
+With features `f` `[P, T]` of all tokens, wanted outputs `y` `[K, T]` and weights `w0` `[K, P]` to
 begin from, what is solved is
 
-    (sum f' f + ridge) change = sum f' (y - f w0)
+    (sum f f' + ridge) change = sum f (y - w0 f)'
 
 so that the ridge holds the solution to `w0`, and not to zero. Products are summed in float32 (of
 TF32 on a GPU, which rounds `f` alike on both sides: still sums of squares), and solved in float64.
@@ -35,13 +35,13 @@ class Products:
         self.right = torch.zeros(num_features, num_outputs, device=device)
 
     def add(self, features: Tensor, rest: Tensor) -> None:
-        """Of tokens `[T, P]` and `[T, K]`, each already times the root of its weight."""
+        """Of tokens `[P, T]` and `[K, T]`, each already times the root of its weight."""
         with tf32():
             width = -(-len(self.gram) // BLOCKS)
             for first in range(0, len(self.gram), width):
-                some = features[:, first : first + width]
-                self.gram[first:, first : first + width].addmm_(features[:, first:].T, some)
-            self.right.addmm_(features.T, rest)
+                some = features[first : first + width]
+                self.gram[first:, first : first + width].addmm_(features[first:], some.T)
+            self.right.addmm_(features, rest.T)
 
     def over_processes(self) -> None:
         """Make them the sums over the tokens of all processes."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twellctl.errors import UsageError
 from twellctl.fitting.fit import LOGIT_TOKENS
+from twellctl.fitting.layer import one_of
 from twellctl.fitting.least_squares import COMPUTED, tf32
 from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
 from twellctl.models.checkpoint import open_checkpoint
@@ -84,7 +85,8 @@ def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, fl
     forward = 2 * T * (2 * shape.num_weights + 6 * N * K)
     in_steps = 6 * fit.steps * fit.step_tokens * (3 * N * K + K * K)
     passes = 2 if fit.steps else 1
-    sums = passes * 2 * T * P * (COMPUTED * P + 2 * K)
+    summed = T + (T / one_of(T, N, K) if fit.steps else 0)
+    sums = 2 * summed * P * (COMPUTED * P + 2 * K)
     solves = 2 * passes * (P**3 / 3 + 2 * P * P * K)
     seconds = (forward + in_steps) / rates[0] + (sums + 8 * solves) / rates[1]
     states = 2 * 4 * T * K + (2 if on_gpu else 4) * T * K

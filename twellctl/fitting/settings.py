@@ -39,7 +39,7 @@ class Fit:
         "four times as fast, which does near the density that ReLU lets through.",
         at_least=0,
     )
-    step_tokens: int = setting(8192, "Tokens of such a step.", at_least=1)
+    step_tokens: int = setting(4096, "Tokens of such a step.", at_least=1)
     step_rate: float = setting(0.01, "Its rate, times the rms of a weight.", above=0)
     ridge: float = setting(1e-3, "Ridge of the least squares.", above=0)
     seq_len: int = setting(512, "Tokens of a window of text.", at_least=8)
