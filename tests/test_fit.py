@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from dataclasses import replace
 
 import pytest
 import torch
@@ -448,11 +449,13 @@ def test_plans_are_those_of_runs_that_were_measured():
     device, rates = torch.device("cuda"), (700e12, 400e12)
     small = Shape(24, 896, 4864, 14_912_384, 272_275_968, 151_936)
     large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936)
+    seven = replace(large, num_layers=7)
     measured = [
         (small, {"tokens": 1_000_000}, 14.4, None),
         (small, {"tokens": 3_000_000}, 27.7, None),
-        (large, {"tokens": 1_000_000}, None, None),
+        (small, {"tokens": 500_000, "steps": 0}, None, 13),
         (large, {"tokens": 2_000_000}, 33.6, None),
+        (seven, {"tokens": 1_000_000}, None, 36),
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_name", lambda device: "H100")

@@ -19,7 +19,7 @@ from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import default_device
 from twellctl.settings import chosen
 
-OVERHEAD = 1.9  # over the time of products, on an H200 (1.5B, 1 and 2 million tokens)
+OVERHEAD = 2.2  # over the time of products, on an H200 (7 layers of 1.5B, a million tokens)
 LOGITS = 5  # tensors of their size that are held at the end
 PROBE = {"cuda": 8192, "cpu": 1024}  # rows and columns of the products that are timed
 
