@@ -21,7 +21,7 @@ from twellctl.firing.profiled import save_profile
 from twellctl.fitting.ffn import GatedFfn
 from twellctl.fitting.layer import HowToFit, find_direction, fit_layer
 from twellctl.fitting.least_squares import NotSolved, Products, solved
-from twellctl.fitting.plan import Shape, planned
+from twellctl.fitting.plan import Shape, plan, planned
 from twellctl.fitting.settings import Fit, windows_held_out
 from twellctl.fitting.steps import LayerText, Steps, _gradients
 from twellctl.generate import generate
@@ -366,6 +366,8 @@ def test_what_is_refused(make_model, text_file, tmp_path):
     few.write_text(json.dumps({"text": "def a(): pass " * 20}) + "\n")
     refused(make_model, few, out, "are too few to fit 128 weights", eval_windows=1)
     refused(make_model, text_file, out, "the model's context, got 10000", UsageError, seq_len=10000)
+    with pytest.raises(UsageError, match="the model's context, got 10000"):
+        plan(make_model("llama"), data=[str(text_file)], seq_len=10000)
     refused(make_model, few, out, "windows of 256 tokens", seq_len=256)
     alike.write_text(json.dumps({"text": "\n" * 40000}) + "\n")
     refused(make_model, alike, out, "all alike")

@@ -17,10 +17,10 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.files.home import from_home
 from twellctl.files.outputs import claimed
 from twellctl.files.strict_json import to_json
-from twellctl.fitting.settings import Fit
+from twellctl.fitting.settings import Fit, open_source
 from twellctl.models.card import write_card
 from twellctl.models.carried import copy_side_files, copy_weights, has_chat_template, write_config
-from twellctl.models.checkpoint import FIT_FILE, Checkpoint, open_checkpoint
+from twellctl.models.checkpoint import FIT_FILE, Checkpoint
 from twellctl.report.notebook import Shown
 from twellctl.settings import chosen
 from twellctl.text.reading import text_files
@@ -72,7 +72,7 @@ def convert(
         raise UsageError(f"{min(settings.keys() - {'data'})} is of a fit: give it text with data")
     if not fit.data:
         with claimed(out, overwrite=overwrite, inputs=(from_home(model),)) as claim:
-            checkpoint = _opened(model, revision)
+            checkpoint = open_source(model, revision, fit)
             with claim.staged() as stage:
                 copy_weights(checkpoint, stage)
                 return _written(checkpoint, out, stage, 0, None)
@@ -100,12 +100,7 @@ def _fitted(
     with contextlib.ExitStack() as held:
         claiming = claimed(out, overwrite=overwrite, inputs=inputs, run=run)
         claim = in_the_first(world, lambda: held.enter_context(claiming))
-        checkpoint = in_all(lambda: _opened(model, revision))
-        checkpoint.require_tokenizer()
-        if fit.seq_len > (longest := checkpoint.context or fit.seq_len):
-            raise UsageError(
-                f"seq-len must be <= {longest}, the model's context, got {fit.seq_len}"
-            )
+        checkpoint = in_all(lambda: open_source(model, revision, fit))
         doing("reading and tokenising the text")
         goes_on = prepare_fit(run, checkpoint, fit, world, overwrite=overwrite)
         world.wait_for_everyone()
@@ -123,17 +118,6 @@ def _fitted(
             made = _written(checkpoint, out, stage, fitted.map_neurons, fitted)
         drop_run(run)
         return made
-
-
-def _opened(model: str | Path, revision: str | None) -> Checkpoint:
-    """The checkpoint, if there is an activation to replace."""
-    checkpoint = open_checkpoint(model, revision=revision)
-    checkpoint.require_unquantised()
-    if checkpoint.activation == "relu":
-        name = checkpoint.name
-        raise TwellError(f"{name} is already ReLU: go on with 'twellctl finetune {name} OUT'")
-    checkpoint.require_gated_source()
-    return checkpoint
 
 
 def _written(

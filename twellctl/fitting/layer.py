@@ -61,8 +61,8 @@ def fit_layer(
         ffn = replace(ffn, gate=ffn.gate - shifts(ffn, text, threshold)[:, None] * direction)
     ffn = ffn.rounded(how.dtype)
     line = torch.zeros(len(direction), len(direction), device=direction.device)
-    every = 1 if how.steps is None else one_of(len(text), *ffn.gate.shape)
-    products, fired = _products(ffn, line, direction, text, every)
+    stride = 1 if how.steps is None else stride_before_steps(len(text), *ffn.gate.shape)
+    products, fired = _products(ffn, line, direction, text, stride)
     if how.steps is not None:
         ffn, line = _solution(ffn, line, products, how.ridge)
         ffn, line = take_steps(ffn, line, direction, text, fired, how.steps)
@@ -71,8 +71,8 @@ def fit_layer(
     return _with_map(ffn, line, direction, products, how), fired
 
 
-def one_of(num_tokens: int, N: int, K: int) -> int:
-    """Weights that steps begin from are solved for on one of so many parts of the tokens."""
+def stride_before_steps(num_tokens: int, N: int, K: int) -> int:
+    """1 of so many parts of the tokens is used for the weights that steps begin from."""
     return max(1, min(FOR_STEPS, num_tokens // (ENOUGH * (N + K))))
 
 
@@ -101,24 +101,24 @@ def shifts(ffn: GatedFfn, text: LayerText, threshold: float) -> Tensor:
 
 
 def _products(
-    ffn: GatedFfn, line: Tensor, direction: Tensor, text: LayerText, every: int = 1
+    ffn: GatedFfn, line: Tensor, direction: Tensor, text: LayerText, stride: int = 1
 ) -> tuple[Products, float]:
     """(sums over `[relu(gate z) * up z, mapped z]` and what `ffn` and `line` leave, share firing).
 
-    Over the tokens of all processes, or one part in `every` of them. Features lie `[P, T]`, as
+    Over the tokens of all processes, or every `stride`-th part of them. Features lie `[P, T]`, as
     products of TF32 are fastest.
     """
     N, K = ffn.gate.shape
     products = Products(N + K, K, line.device)
     weights = torch.cat([ffn.down, line], 1)
     fired = torch.zeros(2, dtype=torch.float64, device=line.device)
-    for part in _parts(len(text), every):
+    for part in _parts(len(text), stride):
         z, root = text.z[part], text.weights[part].sqrt()
         gate = ffn.gates(z)
         fired += torch.stack([(gate > 0).sum(), torch.tensor(gate.numel(), device=z.device)])
         hidden = gate.relu_().mul_(ffn.ups(z))
         mapped = z * (z @ direction.to(z.dtype)).relu()[:, None]
-        features = torch.empty(N + K, len(z), device=z.device)
+        features = z.new_empty(N + K, len(z), dtype=torch.float32)
         features.copy_(torch.cat([hidden, mapped], 1).T)
         with tf32():
             rest = text.wanted(part).T - weights @ features
@@ -154,6 +154,6 @@ def _with_map(
     return made.with_map(direction, map_up, change[:, N:]).rounded(how.dtype)
 
 
-def _parts(num_tokens: int, every: int = 1) -> Iterator[slice]:
-    starts = range(0, num_tokens, AT_ONCE * every)
+def _parts(num_tokens: int, stride: int = 1) -> Iterator[slice]:
+    starts = range(0, num_tokens, AT_ONCE * stride)
     return (slice(i, min(i + AT_ONCE, num_tokens)) for i in starts)

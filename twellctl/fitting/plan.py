@@ -12,10 +12,9 @@ from torch import Tensor
 
 from twellctl.errors import UsageError
 from twellctl.fitting.fit import LOGIT_TOKENS
-from twellctl.fitting.layer import one_of
+from twellctl.fitting.layer import stride_before_steps
 from twellctl.fitting.least_squares import COMPUTED, tf32
-from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
-from twellctl.models.checkpoint import open_checkpoint
+from twellctl.fitting.settings import Fit, open_source, rank_of_map, windows_held_out
 from twellctl.models.loading import default_device
 from twellctl.settings import chosen
 
@@ -56,12 +55,9 @@ def plan(model: str | Path, *, revision: str | None = None, **settings: Any) -> 
     fit = chosen(Fit, settings)
     if not fit.data:
         raise UsageError("nothing is fitted without text: give --data FILE")
-    checkpoint = open_checkpoint(model, revision=revision)
-    checkpoint.require_gated_source()
-    ffn, sizes = (
-        checkpoint.ffn,
-        {name: math.prod(t.shape) for name, t in checkpoint.tensors.items()},
-    )
+    checkpoint = open_source(model, revision, fit)
+    ffn = checkpoint.ffn
+    sizes = {name: math.prod(t.shape) for name, t in checkpoint.tensors.items()}
     prefix = checkpoint.ffn_weights(0)[0].rpartition(".")[0].rpartition(".")[0]
     in_layer = sum(size for name, size in sizes.items() if name.startswith(f"{prefix}."))
     others = sum(sizes.values()) - ffn.num_layers * in_layer
@@ -85,7 +81,7 @@ def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, fl
     forward = 2 * T * (2 * shape.num_weights + 6 * N * K)
     in_steps = 6 * fit.steps * fit.step_tokens * (3 * N * K + K * K)
     passes = 2 if fit.steps else 1
-    summed = T + (T / one_of(T, N, K) if fit.steps else 0)
+    summed = T + (T / stride_before_steps(T, N, K) if fit.steps else 0)
     sums = 2 * summed * P * (COMPUTED * P + 2 * K)
     solves = 2 * passes * (P**3 / 3 + 2 * P * P * K)
     seconds = (forward + in_steps) / rates[0] + (sums + 8 * solves) / rates[1]

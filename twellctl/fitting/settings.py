@@ -1,7 +1,10 @@
 """What `twellctl convert` is told of fitting: flags, help, defaults and checks in one table."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from twellctl.errors import TwellError, UsageError
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.settings import setting
 
 TILE = 256  # of the format: N + R neurons are whole tiles where N are
@@ -69,3 +72,20 @@ def rank_of_map(fit: Fit, hidden_size: int, num_neurons: int) -> int:
     wanted = num_neurons + hidden_size // 2
     rank = max(1, round(wanted / TILE)) * TILE - num_neurons
     return rank if 0 < rank <= hidden_size else hidden_size // 2
+
+
+def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint:
+    """The checkpoint that is converted, if there is an activation to replace, and text suits it."""
+    checkpoint = open_checkpoint(model, revision=revision)
+    checkpoint.require_unquantised()
+    if checkpoint.activation == "relu":
+        name = checkpoint.name
+        raise TwellError(f"{name} is already ReLU: go on with 'twellctl finetune {name} OUT'")
+    checkpoint.require_gated_source()
+    if fit.data:
+        checkpoint.require_tokenizer()
+        if fit.seq_len > (longest := checkpoint.context or fit.seq_len):
+            raise UsageError(
+                f"seq-len must be <= {longest}, the model's context, got {fit.seq_len}"
+            )
+    return checkpoint
