@@ -18,6 +18,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.firing.profiled import save_profile
+from twellctl.fitting import plan as plans
 from twellctl.fitting.ffn import GatedFfn
 from twellctl.fitting.layer import HowToFit, find_direction, fit_layer
 from twellctl.fitting.least_squares import NotSolved, Products, solved
@@ -444,6 +445,27 @@ def test_an_export_computes_what_the_folder_does_and_counts_no_map(
         ours = load_trusted(tmp_path / "exported")(ids).logits
         stock = AutoModelForCausalLM.from_pretrained(out)(ids).logits
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gpu_without_room_is_refused_with_what_has_room(
+    make_model, text_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(plans, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(plans, "gpu_memory", lambda device: (24 << 30, 24 << 30))
+    large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936)
+    fit = Fit(data=["x"])
+    found = re.fullmatch(
+        r"a fit on 2000000 tokens takes 35.\d GiB of this GPU's memory, 24.0 GiB are free: "
+        r"give --tokens (\d+), or more GPUs",
+        plans.no_room(large, fit),
+    )
+    assert plans.no_room(large, replace(fit, tokens=int(found[1]))) is None
+    assert plans.no_room(large, fit, processes=2) is None
+    seventy = Shape(80, 8192, 28672, 855_638_016, 2_101_346_304, 128_256)
+    assert plans.no_room(seventy, fit).endswith(": take a larger one")
+    monkeypatch.setattr(plans, "gpu_memory", lambda device: (1 << 20, 1 << 30))
+    refused(make_model, text_file, tmp_path / "out", "0.0 GiB are free: take a larger one")
+    assert not (tmp_path / "out.run").exists()
 
 
 def test_plans_are_those_of_runs_that_were_measured():

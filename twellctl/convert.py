@@ -91,6 +91,7 @@ def _fitted(
     import torch
     from accelerate import PartialState
 
+    from twellctl.fitting.plan import require_room
     from twellctl.fitting.run import drop_run, fit_weights, fitted_tensors, prepare_fit
     from twellctl.models.shard_writer import write_shards
     from twellctl.training.processes import in_all, in_the_first
@@ -101,6 +102,7 @@ def _fitted(
         claiming = claimed(out, overwrite=overwrite, inputs=inputs, run=run)
         claim = in_the_first(world, lambda: held.enter_context(claiming))
         checkpoint = in_all(lambda: open_source(model, revision, fit))
+        in_all(lambda: require_room(checkpoint, fit, world.num_processes))
         doing("reading and tokenising the text")
         goes_on = prepare_fit(run, checkpoint, fit, world, overwrite=overwrite)
         world.wait_for_everyone()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from twellctl.bundle.twell_weights import FFN
+from twellctl.models.loading import gpu_memory
 
 logger = logging.getLogger(__name__)
 _SHARE = 0.05  # of all memory of the GPU, at most
@@ -59,10 +60,3 @@ class DownCopies:
             most = f"more than {_FREE_SHARE:.0%} of the {free / 1e9:.1f} GB that are free"
             return f"a second copy of all W_down takes {size / 1e9:.1f} GB, {most}"
         return None
-
-
-def gpu_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free, those that PyTorch keeps for later among them, and all there are."""
-    free, total = torch.cuda.mem_get_info(device)
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + kept, total

@@ -8,13 +8,13 @@ from transformers import PreTrainedModel
 
 from twellctl.decoding.decode_engine import DecodeEngine
 from twellctl.decoding.decoder import Decoder
-from twellctl.decoding.down_copies import gpu_memory
 from twellctl.decoding.engine import WHOLE
 from twellctl.decoding.hf_decoder import HFDecoder, LoneDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.errors import TwellError
+from twellctl.models.loading import gpu_memory
 
 logger = logging.getLogger(__name__)
 DECODERS = (KernelDecoder, HFDecoder)  # the best first; LoneDecoder takes what they do not

@@ -19,10 +19,10 @@ from transformers import DynamicCache, PreTrainedModel
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_model import gated_ffns, weights_of_gate_and_up
 from twellctl.bundle.twell_spec import FEW_ROWS
-from twellctl.decoding.down_copies import gpu_memory
 from twellctl.decoding.kernel_fit import own_neurons
 from twellctl.decoding.paged_cache import cache_argument
 from twellctl.decoding.screened import COPY_BITS, Screen, copied, copied_input, screen_copy
+from twellctl.models.loading import gpu_memory
 
 logger = logging.getLogger(__name__)
 MARGINS = 2.5, 3.0, 4.0, 6.0  # standard deviations of a neuron's own error

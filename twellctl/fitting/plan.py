@@ -1,26 +1,29 @@
-"""What a fit would take, from its shapes and a moment of products on this device."""
+"""What a fit takes: memory, from its shapes; and time, from a moment of products on this device."""
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from twellctl.errors import UsageError
+from twellctl.errors import TwellError, UsageError
 from twellctl.fitting.fit import LOGIT_TOKENS
 from twellctl.fitting.layer import stride_before_steps
 from twellctl.fitting.least_squares import COMPUTED, tf32
 from twellctl.fitting.settings import Fit, open_source, rank_of_map, windows_held_out
-from twellctl.models.loading import default_device
+from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.loading import default_device, gpu_memory
 from twellctl.settings import chosen
 
 OVERHEAD = 2.2  # over the time of products, on an H200 (7 layers of 1.5B, a million tokens)
 LOGITS = 5  # tensors of their size that are held at the end
 PROBE = {"cuda": 8192, "cpu": 1024}  # rows and columns of the products that are timed
+_STATE_BYTES = 2 * 4 + 2  # a token and column of K: states of both models, inputs in bf16
+TRIED = 1.1  # of the memory that is free, what a fit may be thought to take: the count is not exact
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Plan:
     bytes: int
     host_bytes: int
     device: str
+    no_room: str | None = None  # why it does not fit here, and what would
 
 
 def plan(model: str | Path, *, revision: str | None = None, **settings: Any) -> Plan:
@@ -56,6 +60,20 @@ def plan(model: str | Path, *, revision: str | None = None, **settings: Any) -> 
     if not fit.data:
         raise UsageError("nothing is fitted without text: give --data FILE")
     checkpoint = open_source(model, revision, fit)
+    shape = shape_of(checkpoint)
+    device = default_device()
+    rates = _rate(device, torch.bfloat16), _rate(device, torch.float32)
+    return replace(planned(shape, fit, device, rates), no_room=no_room(shape, fit))
+
+
+def require_room(checkpoint: Checkpoint, fit: Fit, processes: int = 1) -> None:
+    """`TwellError` if this GPU has no room for its share of the text."""
+    if why := no_room(shape_of(checkpoint), fit, processes):
+        raise TwellError(why)
+
+
+def shape_of(checkpoint: Checkpoint) -> Shape:
+    """The `Shape` of a model with gated FFNs."""
     ffn = checkpoint.ffn
     sizes = {name: math.prod(t.shape) for name, t in checkpoint.tensors.items()}
     prefix = checkpoint.ffn_weights(0)[0].rpartition(".")[0].rpartition(".")[0]
@@ -63,10 +81,37 @@ def plan(model: str | Path, *, revision: str | None = None, **settings: Any) -> 
     others = sum(sizes.values()) - ffn.num_layers * in_layer
     vocabulary = checkpoint.config.get("vocab_size") or 0
     dimensions = ffn.num_layers, ffn.hidden_size, ffn.intermediate_size
-    shape = Shape(*dimensions, in_layer, others, vocabulary)
+    return Shape(*dimensions, in_layer, others, vocabulary)
+
+
+def no_room(shape: Shape, fit: Fit, processes: int = 1) -> str | None:
+    """Why this GPU has no room for its share of the text, and for what it has, in a line."""
     device = default_device()
-    rates = _rate(device, torch.bfloat16), _rate(device, torch.float32)
-    return planned(shape, fit, device, rates)
+    if device.type != "cuda":
+        return None
+    needed, free = _bytes_of(shape, fit, True, processes), gpu_memory(device)[0]
+    if needed <= TRIED * free:
+        return None
+    words = f"a fit on {fit.tokens} tokens takes {needed / 2**30:.1f} GiB of this GPU's memory, "
+    words += f"{free / 2**30:.1f} GiB are free: "
+    over = math.ceil((needed - free) * processes / (_STATE_BYTES * shape.hidden_size))
+    most = (fit.tokens - over) // 10_000 * 10_000
+    return words + (f"give --tokens {most}, or more GPUs" if most > 0 else "take a larger one")
+
+
+def _bytes_of(shape: Shape, fit: Fit, on_gpu: bool, processes: int = 1) -> int:
+    """What a fit takes of a GPU's memory, or on the CPU of the host's beside the model."""
+    K, N = shape.hidden_size, shape.intermediate_size
+    P, T = N + K, fit.tokens + windows_held_out(fit) * fit.seq_len
+    states = (_STATE_BYTES if on_gpu else _STATE_BYTES + 2) * -(-T // processes) * K
+    solving = P * P * (2 * 4 + 2 * 8) + 3 * 8 * P * K
+    layer = 2 * 4 * shape.num_weights
+    if not on_gpu:
+        return int(states + layer + solving)
+    stepping = 4 * 4 * (3 * N * K + K * K) if fit.steps else 0
+    logits = LOGITS * 4 * LOGIT_TOKENS * shape.vocab_size
+    others = 2 * shape.other_weights
+    return int(states + others + max(layer + max(solving, stepping), logits))
 
 
 def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, float]) -> Plan:
@@ -85,13 +130,7 @@ def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, fl
     sums = 2 * summed * P * (COMPUTED * P + 2 * K)
     solves = 2 * passes * (P**3 / 3 + 2 * P * P * K)
     seconds = (forward + in_steps) / rates[0] + (sums + 8 * solves) / rates[1]
-    states = 2 * 4 * T * K + (2 if on_gpu else 4) * T * K
-    solving = P * P * (2 * 4 + 2 * 8) + 3 * 8 * P * K
-    stepping = 4 * 4 * (3 * N * K + K * K) if fit.steps else 0
-    layer = 2 * 4 * shape.num_weights
-    logits = LOGITS * 4 * LOGIT_TOKENS * shape.vocab_size
-    others = 2 * shape.other_weights
-    wide = 2 if on_gpu else 4
+    taken, wide = _bytes_of(shape, fit, on_gpu), 2 if on_gpu else 4
     host = wide * (shape.num_layers * shape.num_weights + shape.other_weights)
     return Plan(
         tokens=fit.tokens,
@@ -100,8 +139,8 @@ def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, fl
         intermediate_size=N,
         map_neurons=rank,
         seconds=OVERHEAD * shape.num_layers * seconds,
-        bytes=int(states + others + max(layer + max(solving, stepping), logits)),
-        host_bytes=host if on_gpu else host + int(states + layer + solving),
+        bytes=taken,
+        host_bytes=host if on_gpu else host + taken,
         device=torch.cuda.get_device_name(device) if on_gpu else "the CPU",
     )
 

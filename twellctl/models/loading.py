@@ -49,6 +49,13 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free, those that PyTorch keeps for later among them, and all there are."""
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + kept, total
+
+
 def told_of_place(model: PreTrainedModel) -> str:
     """Where a model lies and in what, in words: its device and the dtypes of its weights."""
     name = str(model.device)

@@ -76,6 +76,8 @@ def planned(plan: Any) -> None:
         f"about {ui.duration(plan.seconds)} on {plan.device}, {plan.bytes / 2**30:.1f} GiB of "
         f"its memory, {plan.host_bytes / 2**30:.1f} GiB of the host's"
     )
+    if plan.no_room:
+        raise TwellError(plan.no_room)
 
 
 def written_so_far(stage: ui.Stage, going: Any) -> None:
