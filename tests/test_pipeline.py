@@ -55,6 +55,12 @@ def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path)
     )
     assert not (out / "profile.json").exists()
 
+    with json_in(out / "eval.json") as found:
+        found["verdict"] |= {"step": None, "kept": None, "words": "no verdict"}
+    code, _, err = pipe()
+    assert code == 0
+    assert "eval: no verdict (so): whether the model is good enough is not known" in err
+
 
 def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
     assert pipe(STEPS.split("profile")[0], "--keep-going")[0] == 0

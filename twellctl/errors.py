@@ -51,6 +51,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 token", "2 tokens"."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 def encodable(text: str, backslash: str = "\\") -> str:
     """`text` with lone surrogates, which UTF-8 lacks, written out as \\udce9 is."""
     return _SURROGATE.sub(lambda lone: f"{backslash}u{ord(lone[0]):x}", text)

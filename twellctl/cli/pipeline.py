@@ -100,7 +100,11 @@ def _take(
 
 def _check_verdict(made: Path) -> None:
     found = read_json(made).get("verdict")
-    if found and (verdict := Verdict(**found)).is_bad:
+    if found is None:
+        return
+    if (verdict := Verdict(**found)).step is None:
+        ui.note(f"eval: {verdict}: whether the model is good enough is not known")
+    if verdict.is_bad:
         raise TwellError(
             f"{verdict}: convert at a higher density or on more text, or go on with --keep-going"
         )

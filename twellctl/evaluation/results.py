@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from twellctl.firing.profiled import KindDensity
-from twellctl.models.verdict import Verdict, judged
+from twellctl.models.verdict import Verdict, by_answers, judged
 from twellctl.report.notebook import Shown
 
 SCHEMA_VERSION = 1
@@ -181,7 +181,11 @@ class AnswerScore:
 
     @property
     def verdict(self) -> Verdict:
-        return judged((), (self.kl.mean, self.answers))
+        return by_answers(*self.judged_by)
+
+    @property
+    def judged_by(self) -> tuple[float, int, int, float]:
+        return self.kl.mean, self.answers, self.tokens, self.same_top
 
 
 @dataclass(frozen=True)
@@ -286,7 +290,7 @@ class Evaluation(Shown):
     def verdict(self) -> Verdict | None:
         """By the tasks in its own words, if there are enough, else by the answers."""
         written = [task for task in self.tasks if task.reference_right is not None]
-        score = self.answers and (self.answers.kl.mean, self.answers.answers)
+        score = self.answers and self.answers.judged_by
         return judged([(task.right, task.reference_right) for task in written], score)
 
     @property

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from twellctl.errors import counted
+
 # kept = exp(-exp(A) KL^B): a curve through runs of Qwen2.5-Coder-Instruct, greedy, whose tasks were
 # executed (tests/judged_runs.py). A share's standard error is some 0.03.
 A, B = 0.6616, 0.80955
@@ -23,20 +25,26 @@ STEPS = (
     (0.0, "exact answers are likely lost"),
 )
 FEWEST = 100  # tasks that the reference solves, from which on they speak for themselves
+# Of answers: with fewer their KL is chance. And the runs, in which over 90 % of the tokens were the
+# same where KL was small, say nothing of models that agree in guessing.
+FEWEST_ANSWERS, FEWEST_TOKENS, LEAST_SAME = 8, 500, 0.70
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`step` counts from 0, the best, to 4; `kept` is the share of what the reference solves."""
+    """`step` counts from 0, the best, to 4; `kept` is the share of what the reference solves.
 
-    step: int
-    kept: float
+    Both are None where there is none, and `because` says why.
+    """
+
+    step: int | None
+    kept: float | None
     words: str
     because: str
 
     @property
     def is_bad(self) -> bool:
-        return self.step >= 3
+        return self.step is not None and self.step >= 3
 
     def __str__(self) -> str:
         return f"{self.words} ({self.because})"
@@ -51,9 +59,15 @@ def step_of(kept: float) -> int:
     return next(number for number, (least, _) in enumerate(STEPS) if kept >= least)
 
 
-def by_answers(kl: float, answers: int) -> Verdict:
-    """Of a model whose KL on so many `answers` of the reference is `kl`."""
+def by_answers(kl: float, answers: int, tokens: int, same_top: float) -> Verdict:
+    """Of a model whose KL on so many `answers` of the reference is `kl`: `same_top` of their
+    `tokens` have the same likeliest one."""
     kept = kept_at(kl)
+    if answers < FEWEST_ANSWERS or tokens < FEWEST_TOKENS:
+        seen = f"{counted(answers, 'answer')} of {counted(tokens, 'token')}"
+        return _none(f"{seen}, it takes {FEWEST_ANSWERS} of {FEWEST_TOKENS} together")
+    if same_top < LEAST_SAME and not _verdict(kept, "").is_bad:
+        return _none(f"KL {kl:.4f}, but {same_top:.2%} same tokens: the reference itself guesses")
     share = f"about {kept:.0%}" if kept >= LEAST_KEPT else f"less than {LEAST_KEPT:.0%}"
     because = (
         f"KL {kl:.4f} on {answers} answers; at that, code models kept {share} of what their SiLU "
@@ -63,10 +77,11 @@ def by_answers(kl: float, answers: int) -> Verdict:
 
 
 def judged(
-    tasks: Sequence[tuple[Sequence[float], Sequence[float]]], answers: tuple[float, int] | None
+    tasks: Sequence[tuple[Sequence[float], Sequence[float]]],
+    answers: tuple[float, int, int, float] | None,
 ) -> Verdict | None:
     """By `tasks`, right or wrong of the model and of the reference, if there are enough of them;
-    else by `answers`, (KL, how many); else None."""
+    else by `answers`, what `by_answers` takes; else None."""
     solved = round(sum(sum(theirs) for _, theirs in tasks))
     if solved >= FEWEST:
         own = round(sum(sum(ours) for ours, _ in tasks))
@@ -82,7 +97,14 @@ def verdict_of(evaluation: dict[str, Any], answers: dict[str, Any] | None) -> Ve
         for task in evaluation.get("tasks") or []
         if task.get("reference_right")
     ]
-    return judged(tasks, answers and (float(answers["kl"]["mean"]), int(answers["answers"])))
+    if not answers:
+        return judged(tasks, None)
+    kl, counts = float(answers["kl"]["mean"]), (int(answers["answers"]), int(answers["tokens"]))
+    return judged(tasks, (kl, *counts, float(answers["same_top"])))
+
+
+def _none(because: str) -> Verdict:
+    return Verdict(None, None, "no verdict", because)
 
 
 def _verdict(kept: float, because: str) -> Verdict:
