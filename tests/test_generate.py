@@ -270,6 +270,10 @@ def test_what_was_said_goes_along(loaded, say):
     assert (code, out) == (0, "".join(f"{text}\n" for text in (one, two, one, brief)))
     assert len(err) == 5  # that it is noise, and figures of each answer
     assert say("Why?", "/exit", "Why?")[:2] == (0, f"{one}\n")
+    code, out, err = say("/nwe", "Why?")
+    assert (code, out) == (0, f"{one}\n")
+    assert any(line.startswith("there is no command '/nwe': /new begins again, ") for line in err)
+    assert say("/bin/ls?")[1]  # a path is none
 
 
 def test_an_answer_that_is_stopped_was_said(loaded):

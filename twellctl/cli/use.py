@@ -8,7 +8,7 @@ import typer
 
 from twellctl.cli import interrupts
 from twellctl.cli.command import Model
-from twellctl.errors import TwellError, UsageError, reason
+from twellctl.errors import TwellError, UsageError, reason, shown
 from twellctl.files.strict_json import parse_json
 from twellctl.generate import Answering, Chat, Drawing
 from twellctl.screens import ui
@@ -137,6 +137,8 @@ def _converse(chat: Chat) -> None:
             return
         if command in ("/new", "/system"):
             chat.begin(rest if command == "/system" else "")
+        elif command.startswith("/") and "/" not in command[1:]:  # no path
+            ui.note(f"there is no command {shown(command)}: {COMMANDS}")
         elif command:
             _answer(chat, line)
 
