@@ -101,6 +101,9 @@ def test_model_without_chat_template_names_the_other_endpoint(served, tokenizer,
         with pytest.raises(openai.BadRequestError, match="/v1/completions") as caught:
             chat(client)
         assert caught.value.param == "messages"
+        with pytest.raises(openai.BadRequestError, match="/v1/completions") as caught:
+            client.responses.create(model="model", input="Why?")
+        assert caught.value.param == "input"
         assert complete(client).choices[0].text
 
 

@@ -91,7 +91,8 @@ class Options:
 class ChatRequest:
     """`template`: what else the chat template is to know; `goes_on`: the last message is open.
 
-    `tools` are functions that the model may call; `schema` is the JSON schema of the answer.
+    `tools` are functions that the model may call; `schema` is the JSON schema of the answer;
+    `param` is what the client calls its messages.
     """
 
     messages: list[dict[str, Any]]
@@ -100,6 +101,7 @@ class ChatRequest:
     goes_on: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     schema: dict[str, Any] | None = None
+    param: str = "messages"
 
 
 @dataclass(frozen=True)

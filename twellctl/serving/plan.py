@@ -98,9 +98,9 @@ def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
             **given,
         )
     except ValueError as error:
-        raise ApiError(400, str(error), param="messages", code="chat_template") from error
-    prompt = _encoded(model, text, encode_written, "messages")
-    budget = _budget(model.engine, prompt, request.options.max_tokens, None, "messages")
+        raise ApiError(400, str(error), param=request.param, code="chat_template") from error
+    prompt = _encoded(model, text, encode_written, request.param)
+    budget = _budget(model.engine, prompt, request.options.max_tokens, None, request.param)
     guide = None if request.schema is None else model.guides(request.schema)
     tasks = _tasks(0, prompt, [], request.options, budget, guide)
     return Plan(tasks, len(prompt), request.options, bool(request.tools))

@@ -1,6 +1,6 @@
 """/v1/responses for plain text: its requests as chats, and its answers. No HTTP, no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twellctl.serving.completion import Piece
@@ -49,7 +49,7 @@ def parse_response(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) 
         messages.append({key: item[key] for key in kept if key in item} if is_message else item)
     if "max_output_tokens" in body:
         chat["max_tokens"] = body["max_output_tokens"]
-    return parse_chat(chat | {"messages": messages}, defaults)
+    return replace(parse_chat(chat | {"messages": messages}, defaults), param="input")
 
 
 def _format(text: Any) -> Any:
