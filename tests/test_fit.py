@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import socket
 from dataclasses import replace
 
@@ -384,6 +385,10 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
+def end(*_):
+    signal.raise_signal(signal.SIGTERM)
+
+
 def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, monkeypatch):
     source, out = make_model("llama"), tmp_path / "out"
     words = ["--data", text_file, "--tokens", 2048, "--seq-len", 32, "--eval-windows", 8]
@@ -392,14 +397,12 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, 
     assert code == 0
     assert "2048 tokens, 2 layers of 32 x 96 and a map of rank 16" in said
     assert not out.exists()
-    with monkeypatch.context() as patch:
-        patch.setattr(screen, "fitting", interrupt)
-        code, _, err = cli("convert", source, out, *words)
-    assert code == 130
-    assert err[-2:] == [
-        f"{out}.run keeps the layers that were fitted: the same command goes on",
-        "error: interrupted",
-    ]
+    kept = f"{out}.run keeps the layers that were fitted: the same command goes on"
+    for stop, code, said in ((interrupt, 130, [kept, "error: interrupted"]), (end, 143, [kept])):
+        with monkeypatch.context() as patch:
+            patch.setattr(screen, "fitting", stop)
+            status, _, err = cli("convert", source, out, *words)
+        assert (status, err[-len(said) :]) == (code, said)
     code, said, _ = cli("convert", source, out, *words)
     assert code == 0
     assert "of the neurons fire for a token" in said

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError, UsageError, counted
 from twellctl.files.home import from_home
 from twellctl.files.outputs import check_file, open_anew
 from twellctl.files.workspace import workspace_beside
@@ -305,8 +305,8 @@ def _write_lines(
         raise TwellError(
             f"{out} could not be written: {error.strerror or error}; it holds {num_texts} texts"
         ) from error
-    except KeyboardInterrupt:
-        note(f"{out} holds {num_texts} texts, {texts.tokens} tokens")
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
+        note(f"{out} holds {counted(num_texts, 'text')}, {counted(texts.tokens, 'token')}")
         raise
     seconds = time.monotonic() - began
     drawn = texts.going(seconds).drawn

@@ -8,7 +8,7 @@ import typer
 
 from twellctl.cli.command import Model, Out, Overwrite, Revision, be_quiet_unless_first
 from twellctl.cli.use import TemplateArguments
-from twellctl.errors import UsageError
+from twellctl.errors import UsageError, counted
 from twellctl.fitting.settings import Fit
 from twellctl.screens import make as screen
 from twellctl.screens import ui
@@ -49,7 +49,7 @@ def convert(
     how = {"revision": revision, "overwrite": overwrite}
     try:
         done = run(model, out, **how, doing=ui.doing, told=screen.fitting, **flags)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
         if (kept := run_folder(out)).exists():
             ui.note(f"{kept} keeps the layers that were fitted: the same command goes on")
         raise
@@ -95,7 +95,8 @@ def write(
         **flags,
     )
     ui.say(
-        f"{done.out}: {done.texts} texts, {done.tokens} tokens, {done.cut} texts cut at "
+        f"{done.out}: {counted(done.texts, 'text')}, {counted(done.tokens, 'token')}, "
+        f"{counted(done.cut, 'text')} cut at "
         f"--max-tokens, {done.drawn / done.seconds:.0f} tokens/s"
     )
     from twellctl.models.checkpoint import open_checkpoint
