@@ -262,6 +262,8 @@ def test_what_was_measured_is_shown_though_its_file_cannot_be_written(
     assert code == 1
     assert "cross-entropy" in out
     assert err[-1] == f"error: {made} could not be written: No space left on device"
+    code, out, _ = cli("profile", relu_llama, *words)
+    assert (code, "density" in out, "next:" in out) == (1, True, False)  # what FILE would be for
     assert not made.exists()
 
 

@@ -315,6 +315,7 @@ def test_command_shows_a_table(success, refusal, relu_llama, text_file, tmp_path
     out, _ = success(*words, tmp_path / "profile.json")
     assert all(part in out for part in ("overflow", "density by position", "16-23"))
     assert "kind of text" not in out
+    assert out.splitlines()[-1].startswith(f"next: twellctl export {relu_llama} OUT --profile ")
     assert read_profile(tmp_path / "profile.json").windows == 3
     assert "is not a folder you may write to" in refusal(*words, tmp_path / "none/profile.json")
 

@@ -12,7 +12,7 @@ from edits import jsonl
 
 from twellctl.decoding.batch import Batch
 from twellctl.decoding.bulk import Bulk
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError, UsageError, counted
 from twellctl.generate import generate
 from twellctl.models import loading
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
@@ -142,7 +142,7 @@ def test_ctrl_c_leaves_whole_lines_and_says_how_many(silu_llama, tmp_path, monke
     out, said = tmp_path / "own.jsonl", []
     with pytest.raises(KeyboardInterrupt):
         write(silu_llama, out, **small, progress=interrupt, note=said.append)
-    assert said[0].startswith(f"{out} holds {len(chats(out))} texts, ")
+    assert said[0].startswith(f"{out} holds {counted(len(chats(out)), 'text')}, ")
 
 
 def test_a_full_disk_is_told_by_the_file_which_holds_whole_lines(silu_llama, tmp_path, small):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from twellctl.errors import counted
 from twellctl.evaluation.agreement import score_answers, spread
 from twellctl.evaluation.answers import answers
 from twellctl.evaluation.results import AnswerScore
@@ -81,7 +82,7 @@ def compare(
         model.load(default_device())
     encoded = [one.encoded(prompt) for prompt in asked]
     for model in models:
-        doing(f"{model.checkpoint.name} answers {len(asked)} prompts")
+        doing(f"{model.checkpoint.name} answers {counted(len(asked), 'prompt')}")
         found.append(answers(model.model, model.tokenizer, encoded, how.max_tokens, progress))
     doing("comparing answers")
     score = score_answers(other.model, one.model, encoded, *found)

@@ -160,18 +160,20 @@ def show_help(context: typer.Context) -> None:
         raise typer.Exit
 
 
-def telling(path: Path | None, key: str, kind: str) -> Callable[[Any, Callable[[Any], None]], None]:
+def telling(path: Path | None, key: str, kind: str) -> Callable[..., None]:
     """Refuse a file that could not be written, or that is not a JSON of that `kind`, with `key`.
 
     What is returned tells a result: its JSON on stdout in the place of the screen, or in the file
-    `path` beside it. Neither is lost where the other fails.
+    `path` beside it. Neither is lost where the other fails; `then` is called after both.
     """
 
     def check() -> None:
         if path is not None and path != STDOUT:
             check_json_path(path, key, kind)
 
-    def tell(found: Any, screen: Callable[[Any], None]) -> None:
+    def tell(
+        found: Any, screen: Callable[[Any], None], then: Callable[[Any], None] = lambda found: None
+    ) -> None:
         if path == STDOUT:
             print(json_text(found.to_json()), end="")
             return
@@ -180,6 +182,7 @@ def telling(path: Path | None, key: str, kind: str) -> Callable[[Any, Callable[[
         finally:
             if path is not None:
                 write_file(path, json_text(found.to_json()), check)
+        then(found)
 
     check()
     return tell

@@ -36,7 +36,7 @@ def profile(
 
     with ui.progress("windows") as progress:
         done = run(model, **flags, progress=progress)
-    tell(done, partial(screen.profiled, saved_as=json))
+    tell(done, screen.profiled, partial(screen.next_of_profile, saved_as=json))
 
 
 def evaluate(

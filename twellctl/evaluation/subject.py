@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, counted
 from twellctl.evaluation import choices, questions
 from twellctl.evaluation.answers import Answer, Progress, answers
 from twellctl.evaluation.questions import Task
@@ -101,7 +101,7 @@ class Subject:
         prompts = [self.encoded(prompt) for prompt in asked]
         if not prompts:
             return Wrote(name, [], [])
-        doing(f"{name} answers {len(prompts)} questions")
+        doing(f"{name} answers {counted(len(prompts), 'question')}")
         made = answers(self.model, self.tokenizer, prompts, progress=progress)
         return Wrote(name, prompts, made)
 

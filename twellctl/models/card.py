@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from twellctl.bundle.twell_config import is_fp8, is_silu_form, least_sharpness
-from twellctl.errors import TwellError, encodable, reason
+from twellctl.errors import TwellError, counted, encodable, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
 from twellctl.models.card_front import Metric, cell, front_matter, is_plain, table
@@ -211,7 +211,7 @@ def _written(figures: Figures) -> str:
     said = [f"{verdict.words[0].upper()}{verdict.words[1:]}: {verdict.because}."]
     if answers:
         said.append(
-            f"Of {int(answers['tokens'])} tokens that the reference wrote it gives "
+            f"Of {counted(int(answers['tokens']), 'token')} that the reference wrote it gives "
             f"{float(answers['same_top']):.1%} the same; of {float(answers['flips']):.2%} the "
             f"reference is sure and it takes another. {int(answers['agree'])} of "
             f"{int(answers['answers'])} answers agree to the end."

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from twellctl.errors import bounded
+from twellctl.errors import bounded, counted
 from twellctl.screens import ui
 
 ABOVE = 3  # standard errors: a task that is not so far above what needs no model says nothing
@@ -13,7 +13,7 @@ LONGEST = 300  # characters of a question or an answer that is shown
 BEFORE, BEHIND = 60, 240  # of the place where two answers part
 
 
-def profiled(result: Any, saved_as: Any = None) -> None:
+def profiled(result: Any) -> None:
     """The figures of a `Profile`: a line a layer, a position and, of several, a kind of text."""
     from twellctl.screens.advice import of_profile  # that --help need not load it
 
@@ -27,7 +27,8 @@ def profiled(result: Any, saved_as: Any = None) -> None:
     ui.table(title, columns.split(), rows)
     ui.say(
         f"mean {result.nnz_mean:.1f} a token, density {result.density:.2%}, dead "
-        f"{result.dead_fraction:.2%}; {result.windows} windows of {result.seq_len} tokens"
+        f"{result.dead_fraction:.2%}; {counted(result.windows, 'window')} of "
+        f"{result.seq_len} tokens"
     )
     note_overlap(result.distinct_tokens, result.tokens)
     ui.say(f"slots: places in a tile of {result.tile}; overflow: rows that would go to the backup")
@@ -38,6 +39,10 @@ def profiled(result: Any, saved_as: Any = None) -> None:
         ui.note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
     for said in of_profile(result):
         ui.note(said)
+
+
+def next_of_profile(result: Any, saved_as: Any) -> None:
+    """What comes next, once the file `saved_as` is there."""
     if saved_as is not None:
         model, profile = map(ui.word, (result.model, saved_as))
         ui.say(f"next: twellctl export {model} OUT --profile {profile}")
@@ -78,7 +83,8 @@ def answered(score: Any) -> None:
     """An `AnswerScore`."""
     error = "" if score.kl.stderr is None else f" +- {score.kl.stderr:.4f}"
     ui.say(
-        f"on {score.answers} answers of the reference, {score.tokens} tokens: KL "
+        f"on {counted(score.answers, 'answer')} of the reference, "
+        f"{counted(score.tokens, 'token')}: KL "
         f"{score.kl.mean:.4f}{error}, one token in a hundred above {score.kl_p99:.3g}; same token "
         f"{score.same_top:.2%}; of {score.confident:.1%} the reference is sure, and of "
         f"{score.flips:.2%} it is and the model takes another"
@@ -89,7 +95,9 @@ def answered(score: Any) -> None:
 def of_own(score: Any) -> str:
     """How the answers that both wrote by themselves compare, of an `AnswerScore`."""
     parted = score.part_after
-    others = "" if parted is None else f", the others part after {parted:g} tokens (median)"
+    others = ""
+    if parted is not None:
+        others = f", the others part after {parted:g} token{'s' * (parted != 1)} (median)"
     return (
         f"{score.agree} of {score.answers} agree to the end{others}; {score.ended} end (the "
         f"reference's: {score.reference_ended}), {score.repeat} repeat ({score.reference_repeat})"
@@ -101,12 +109,14 @@ def compared(result: Any) -> None:
     for number, pair in enumerate(result.pairs, 1):
         ui.say(f"{number}. {in_a_line(pair.prompt)}")
         if pair.agrees:
-            ui.say(f"   the same to the end, {pair.tokens} tokens: {in_a_line(pair.common)}")
+            ui.say(
+                f"   the same to the end, {counted(pair.tokens, 'token')}: {in_a_line(pair.common)}"
+            )
             ui.say("")
             continue
         common = " ".join(pair.common.split())
         before = f", behind ...{common[-BEFORE:]!r}" if common else ""
-        ui.say(f"   the same for {pair.tokens} tokens{before}")
+        ui.say(f"   the same for {counted(pair.tokens, 'token')}{before}")
         for name, rest, ended, repeats in zip(
             result.names, pair.rest, pair.ended, pair.repeats, strict=True
         ):
@@ -130,7 +140,7 @@ def _written(result: Any, tasks: list[Any]) -> None:
     ui.table(f"{result.model}: in its own words", columns[: len(rows[0])], rows)
     for task in tasks:
         if task.cut:
-            ui.note(f"{task.task}: {task.cut} answers were cut at their most tokens")
+            ui.note(f"{task.task}: cut at their most tokens: {counted(task.cut, 'answer')}")
         for lost in task.lost_ones:
             ui.say(f"lost of {task.task}: {in_a_line(lost.question)}")
             ui.say(f"  reference: {in_a_line(lost.reference)}")
@@ -151,7 +161,7 @@ def _text(result: Any) -> None:
         row.append(_or_dash(part.density, "{:.2%}"))
     rows.append([*_score("all", text.score), f"{text.density:.2%}"])
     ui.table(
-        f"{result.model}: {text.windows} windows of {text.seq_len} tokens",
+        f"{result.model}: {counted(text.windows, 'window')} of {text.seq_len} tokens",
         [*columns, "density"],
         [[cell for cell in row if cell is not None] for row in rows],
     )

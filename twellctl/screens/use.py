@@ -5,6 +5,7 @@ import os
 import sys
 from typing import Any
 
+from twellctl.errors import counted
 from twellctl.screens import ui
 
 
@@ -22,7 +23,7 @@ def generated(figures: Any) -> None:
         return
     if figures.is_empty:
         ui.note("the model ended its answer at once, without a word")
-    parts = [f"{figures.prompt_tokens} + {figures.tokens} tokens"]
+    parts = [f"{figures.prompt_tokens} + {counted(figures.tokens, 'token')}"]
     parts.append(f"the first after {figures.first_seconds:.2f} s")
     if figures.tokens_per_second is not None:
         parts.append(f"then {figures.tokens_per_second:.1f} tokens/s")
