@@ -139,7 +139,7 @@ def stand_ins(monkeypatch, count_less):
     def end(*args, **kwargs) -> None:
         raise typer.Exit
 
-    done = quickstart.QuickStarted(Path("demo"), Path("demo/export"), 1.0, 1.0, 1.0, 0.1, "")
+    done = quickstart.QuickStarted(Path("demo"), Path("demo/export"), 1.0, 1.0, 1.0, 0.2, 0.1, "")
     monkeypatch.setattr(quickstart, "quickstart", lambda *_, **__: done)
     monkeypatch.setattr(serve_local, "serve_local", end)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\n")))

@@ -10,6 +10,7 @@ from twellctl import quickstart as module
 from twellctl.errors import UsageError
 from twellctl.finetune import Interrupted
 from twellctl.quickstart import quickstart
+from twellctl.screens.make import quickstarted
 
 
 @pytest.fixture
@@ -28,10 +29,15 @@ def third(request, monkeypatch):
 
 
 @pytest.mark.timeout(900)
-def test_the_whole_job(third, tmp_path):
+def test_the_whole_job(third, tmp_path, capsys):
     out = tmp_path / "demo"
     done = quickstart(out)
     assert done.density < 0.15
+    assert done.density < done.relu_density < 0.6
+    quickstarted(done)
+    shown = capsys.readouterr().out
+    assert f"{done.relu_density:.2%}" in shown
+    assert "(on held-out text; steps steer what fires " in shown
     assert done.sparse_loss <= done.silu_loss + 0.15
     assert done.relu_loss > done.silu_loss or not EVERY_CASE
     assert done.relu_loss not in (done.silu_loss, done.sparse_loss)

@@ -68,6 +68,7 @@ class FineTuned(Shown):
     l1: float
     teacher_cross_entropy: float | None
     first_cross_entropy: float | None
+    first_density: float | None
     cross_entropy: float | None
     teacher_kl: float | None
     density: float
@@ -229,15 +230,18 @@ def _train(
             f"checkpoint is in {run}: go on with the same command and --resume"
         )
     num_steps, logged = trainer.state.global_step, trainer.state.log_history
-    first = next((e["eval_loss"] for e in logged if "eval_loss" in e), None)
-    _refuse_diverged(first, last.get("eval_loss"), trainer.model.config.vocab_size, run)
+    first: dict[str, float] = next((e for e in logged if "eval_loss" in e), {})
+    _refuse_diverged(
+        first.get("eval_loss"), last.get("eval_loss"), trainer.model.config.vocab_size, run
+    )
     return FineTuned(
         out=out,
         num_steps=num_steps,
         num_tokens=num_steps * recipe.step_tokens,
         l1=trainer.schedule.l1,
         teacher_cross_entropy=teacher_loss,
-        first_cross_entropy=first,
+        first_cross_entropy=first.get("eval_loss"),
+        first_density=first.get("eval_density"),
         cross_entropy=last.get("eval_loss"),
         teacher_kl=last.get("eval_teacher_kl"),
         density=last.get("eval_density", trainer.report.density),

@@ -54,13 +54,15 @@ PROMPT = "def __init__(self"
 
 @dataclass(frozen=True)
 class QuickStarted:
-    """What changed from the SiLU model to its sparse export; losses are held-out nats a token."""
+    """What changed from the SiLU model to its sparse export; losses are nats a token,
+    and densities shares of neurons that fire, on held-out text."""
 
     out: Path
     export: Path
     silu_loss: float
     relu_loss: float
     sparse_loss: float
+    relu_density: float
     density: float
     text: str
 
@@ -95,6 +97,7 @@ def quickstart(
         tuned.teacher_cross_entropy,
         tuned.first_cross_entropy,
         tuned.cross_entropy,
+        tuned.first_density,
         tuned.density,
         text,
     )

@@ -176,7 +176,12 @@ def quickstarted(result: Any) -> None:
     """What changed in the whole job (a `QuickStarted`)."""
     rows = [
         ["SiLU, trained here", f"{result.silu_loss:.3f}", "100.00%", str(result.out / "silu")],
-        ["ReLU, converted", f"{result.relu_loss:.3f}", "-", str(result.out / "relu")],
+        [
+            "ReLU, converted",
+            f"{result.relu_loss:.3f}",
+            f"{result.relu_density:.2%}",
+            str(result.out / "relu"),
+        ],
         [
             "ReLU, fine-tuned and exported",
             f"{result.sparse_loss:.3f}",
@@ -189,4 +194,5 @@ def quickstarted(result: Any) -> None:
         "(so small a model is still learning, and goes on while it is fine-tuned; a real one loses)"
     )
     ui.table("What changed", ["model", "held-out loss", "neurons firing", "folder"], rows)
+    ui.say("(on held-out text; steps steer what fires on the text that they learn from, which differs)")
     ui.say(f"next: twellctl generate {ui.word(result.export)} 'def '")
