@@ -194,5 +194,7 @@ def quickstarted(result: Any) -> None:
         "(so small a model is still learning, and goes on while it is fine-tuned; a real one loses)"
     )
     ui.table("What changed", ["model", "held-out loss", "neurons firing", "folder"], rows)
-    ui.say("(on held-out text; steps steer what fires on the text that they learn from, which differs)")
+    ui.say(
+        "(on held-out text; steps steer what fires on the text that they learn from, which differs)"
+    )
     ui.say(f"next: twellctl generate {ui.word(result.export)} 'def '")
