@@ -118,6 +118,28 @@ def test_stock_transformers_computes_what_was_measured(fitted, text_file, family
     assert told.figures.density == pytest.approx(float(own), rel=1e-4)  # of its own neurons, too
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_fit_of_bf16_weights_holds_states_in_bf16(make_model, text_file, tmp_path, family):
+    """As near as stock transformers computes from the same weights in float32."""
+    how = {"initializer_range": 0.2} | (FAMILIES[3][1] if family == "gemma2" else {})
+    source, out = tmp_path / "bf16", tmp_path / "out"
+    with quiet_transformers():
+        wide = AutoModelForCausalLM.from_pretrained(folder := make_model(family, **how))
+        wide.bfloat16().save_pretrained(source)
+        AutoTokenizer.from_pretrained(folder).save_pretrained(source)
+    held = convert(source, out, data=[str(text_file)], **QUICK).fitted.held_out
+    ids = _held_out(source, text_file)
+    with torch.no_grad(), quiet_transformers():
+        ours, theirs = (
+            AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)(ids).logits[:, :-1]
+            for p in (out, source)
+        )
+    ours, theirs = ours.log_softmax(-1), theirs.log_softmax(-1)
+    kl = float((theirs.exp() * (theirs - ours)).sum(-1).mean())
+    assert kl > 1e-4
+    assert held.kl == pytest.approx(kl, rel=0.1)
+
+
 def _held_out(source, text_file):
     """The windows that `convert` holds out, made again by the tokenizer alone."""
     tokenizer, windows, window = AutoTokenizer.from_pretrained(source), [], []
@@ -455,7 +477,7 @@ def test_a_gpu_without_room_is_refused_with_what_has_room(
 ):
     monkeypatch.setattr(plans, "default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(plans, "gpu_memory", lambda device: (24 << 30, 24 << 30))
-    large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936)
+    large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936, state_bytes=4)
     fit = Fit(data=["x"])
     found = re.fullmatch(
         r"a fit on 2000000 tokens takes 35.\d GiB of this GPU's memory, 24.0 GiB are free: "
@@ -474,8 +496,8 @@ def test_a_gpu_without_room_is_refused_with_what_has_room(
 def test_plans_are_those_of_runs_that_were_measured():
     """bf16 at 700, TF32 at 400 TFLOP/s. Peak GiB (H100), seconds (H200) as in recipes/LAB.md."""
     device, rates = torch.device("cuda"), (700e12, 400e12)
-    small = Shape(24, 896, 4864, 14_912_384, 272_275_968, 151_936)
-    large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936)
+    small = Shape(24, 896, 4864, 14_912_384, 272_275_968, 151_936, state_bytes=4)
+    large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936, state_bytes=4)
     seven = replace(large, num_layers=7)
     measured = [
         (small, {"tokens": 1_000_000}, 14.4, None),

@@ -64,7 +64,10 @@ class Text:
 
 
 class Fitting:
-    """One run of it. States of both models, `[W + H, L, K]` float32, stay on the device."""
+    """One run of it. States of both models, `[W + H, L, K]`, stay on the device.
+
+    They are float32 where the weights are; else bf16, as in a model of such weights.
+    """
 
     def __init__(
         self, layerwise: Layerwise, text: Text, how: HowToFit, kept: KeptLayers, seed: int
@@ -74,6 +77,7 @@ class Fitting:
         self.ids = torch.cat([text.fitted, text.held_out])
         self._at_once = max(1, TOKENS_AT_ONCE[layerwise.device.type] // layerwise.seq_len)
         self.dtype = torch.bfloat16 if layerwise.device.type == "cuda" else torch.float32
+        self._held = torch.float32 if how.dtype == torch.float32 else torch.bfloat16
 
     @torch.no_grad()
     def run(self, density: float, told: Told) -> list[LayerFit]:
@@ -98,16 +102,16 @@ class Fitting:
             before = self.student.clone()
         z = torch.empty(*self.teacher.shape, dtype=self.dtype, device=self.teacher.device)
         for part in self._batches():
-            self.teacher[part] = layer(self.teacher[part])
-            self.student[part], z[part] = layer.apart(self.student[part], self.dtype)
+            self.teacher[part] = layer(self.teacher[part].float())
+            self.student[part], z[part] = layer.apart(self.student[part].float(), self.dtype)
         text = self._layer_text(layer, z)
         made, fired = self._fitted(index, layer, text, threshold)
         for part in self._batches():
             output = made(z[part].flatten(0, 1)).view_as(z[part])
             if before is None:
-                self.student[part] += layer.factor * output.float()
+                self.student[part] = self.student[part].float() + layer.factor * output.float()
             else:
-                self.student[part] = layer.with_output(before[part], output)
+                self.student[part] = layer.with_output(before[part].float(), output)
         return self._measured(layer, z, made, fired)
 
     def _fitted(
@@ -130,25 +134,27 @@ class Fitting:
         count = len(self.text.fitted)
         teacher, student = (s[:count].flatten(0, 1) for s in (self.teacher, self.student))
         inputs = z[:count].flatten(0, 1)
-        if layer.factor is None:
+        weights = torch.cat([token_weights(part.float()) for part in teacher.split(8192)])
+        if (factor := layer.factor) is None:
             own = torch.cat([layer.gated(part) for part in inputs.split(8192)])
-            return LayerText(inputs, token_weights(self.teacher[:count]), lambda t: own[t])
-        factor = layer.factor
-        weights = torch.cat([token_weights(part) for part in self.teacher[:count].split(8)])
-        return LayerText(inputs, weights, lambda t: (teacher[t] - student[t]) / factor)
+            return LayerText(inputs, weights, lambda t: own[t])
+        return LayerText(
+            inputs, weights, lambda t: (teacher[t].float() - student[t].float()) / factor
+        )
 
     def _measured(self, layer: Layer, z: Tensor, made: GatedFfn, fired: float) -> LayerFit:
         """On the held-out windows of all processes."""
         held = slice(len(self.text.fitted), None)
         inputs = z[held].flatten(0, 1)
-        weights = token_weights(self.teacher[held])
+        teacher, student = (s[held].flatten(0, 1).float() for s in (self.teacher, self.student))
+        weights = token_weights(teacher)
         given = made(inputs).float()
-        away = (self.student[held] - self.teacher[held]).flatten(0, 1)
+        away = student - teacher
         direct = layer.factor is not None
         wanted = given - away / layer.factor if direct else layer.gated(inputs)
         swapped = layer.weights(inputs).float()
         mapped = given - made.first(len(layer.weights.gate))(inputs).float()
-        size = self.teacher[held].flatten(0, 1).norm(dim=-1).clamp(min=1e-9)
+        size = teacher.norm(dim=-1).clamp(min=1e-9)
         sums = torch.stack(
             [
                 *(_squares(t, weights) for t in (wanted, wanted - swapped, wanted - given)),
@@ -171,7 +177,7 @@ class Fitting:
             part = slice(start, start + each)
             ids = self.ids[part].to(self.layerwise.device)
             theirs, ours = (
-                self.layerwise.logits(ids, states[part])[:, :-1].log_softmax(-1)
+                self.layerwise.logits(ids, states[part].float())[:, :-1].log_softmax(-1)
                 for states in (self.teacher, self.student)
             )
             following = ids[:, 1:, None]
@@ -185,8 +191,8 @@ class Fitting:
         return HeldOut(*(value / max(count, 1) for value in means))
 
     def _first_states(self) -> Tensor:
-        parts = [self.layerwise.first_states(self.ids[part]) for part in self._batches()]
-        return torch.cat(parts)
+        parts = (self.layerwise.first_states(self.ids[part]) for part in self._batches())
+        return torch.cat([part.to(self._held) for part in parts])
 
     def _batches(self):
         return [slice(i, i + self._at_once) for i in range(0, len(self.ids), self._at_once)]

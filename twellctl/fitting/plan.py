@@ -16,19 +16,21 @@ from twellctl.fitting.layer import stride_before_steps
 from twellctl.fitting.least_squares import COMPUTED, tf32
 from twellctl.fitting.settings import Fit, open_source, rank_of_map, windows_held_out
 from twellctl.models.checkpoint import Checkpoint
-from twellctl.models.loading import default_device, gpu_memory
+from twellctl.models.loading import default_device, gpu_memory, stored_dtypes
 from twellctl.settings import chosen
 
 OVERHEAD = 2.2  # over the time of products, on an H200 (7 layers of 1.5B, a million tokens)
 LOGITS = 5  # tensors of their size that are held at the end
 PROBE = {"cuda": 8192, "cpu": 1024}  # rows and columns of the products that are timed
-_STATE_BYTES = 2 * 4 + 2  # a token and column of K: states of both models, inputs in bf16
 TRIED = 1.1  # of the memory that is free, what a fit may be thought to take: the count is not exact
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model: what a fit depends on. `num_weights` of one layer, `other_weights` beside."""
+    """Of a model: what a fit depends on. `num_weights` of one layer, `other_weights` beside.
+
+    `state_bytes` are those of a number of a hidden state.
+    """
 
     num_layers: int
     hidden_size: int
@@ -36,6 +38,7 @@ class Shape:
     num_weights: int
     other_weights: int
     vocab_size: int
+    state_bytes: int = 2
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ def shape_of(checkpoint: Checkpoint) -> Shape:
     others = sum(sizes.values()) - ffn.num_layers * in_layer
     vocabulary = checkpoint.config.get("vocab_size") or 0
     dimensions = ffn.num_layers, ffn.hidden_size, ffn.intermediate_size
-    return Shape(*dimensions, in_layer, others, vocabulary)
+    wide = stored_dtypes(checkpoint)(checkpoint.ffn_weights(0)[0]) == torch.float32
+    return Shape(*dimensions, in_layer, others, vocabulary, 4 if wide else 2)
 
 
 def no_room(shape: Shape, fit: Fit, processes: int = 1) -> str | None:
@@ -94,7 +98,8 @@ def no_room(shape: Shape, fit: Fit, processes: int = 1) -> str | None:
         return None
     words = f"a fit on {fit.tokens} tokens takes {needed / 2**30:.1f} GiB of this GPU's memory, "
     words += f"{free / 2**30:.1f} GiB are free: "
-    over = math.ceil((needed - free) * processes / (_STATE_BYTES * shape.hidden_size))
+    a_token = _token_bytes(shape, True)
+    over = math.ceil((needed - free) * processes / a_token)
     most = (fit.tokens - over) // 10_000 * 10_000
     return words + (f"give --tokens {most}, or more GPUs" if most > 0 else "take a larger one")
 
@@ -103,7 +108,7 @@ def _bytes_of(shape: Shape, fit: Fit, on_gpu: bool, processes: int = 1) -> int:
     """What a fit takes of a GPU's memory, or on the CPU of the host's beside the model."""
     K, N = shape.hidden_size, shape.intermediate_size
     P, T = N + K, fit.tokens + windows_held_out(fit) * fit.seq_len
-    states = (_STATE_BYTES if on_gpu else _STATE_BYTES + 2) * -(-T // processes) * K
+    states = -(-T // processes) * _token_bytes(shape, on_gpu)
     solving = P * P * (2 * 4 + 2 * 8) + 3 * 8 * P * K
     layer = 2 * 4 * shape.num_weights
     if not on_gpu:
@@ -112,6 +117,11 @@ def _bytes_of(shape: Shape, fit: Fit, on_gpu: bool, processes: int = 1) -> int:
     logits = LOGITS * 4 * LOGIT_TOKENS * shape.vocab_size
     others = 2 * shape.other_weights
     return int(states + others + max(layer + max(solving, stepping), logits))
+
+
+def _token_bytes(shape: Shape, on_gpu: bool) -> int:
+    """Of the states of both models, and what a layer's FFN reads."""
+    return (2 * shape.state_bytes + (2 if on_gpu else 4)) * shape.hidden_size
 
 
 def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, float]) -> Plan:

@@ -49,7 +49,7 @@ class Thresholds:
 
 
 def token_weights(states: Tensor) -> Tensor:
-    """`[T]`: one over the mean square of each of the states `[B, L, K]`."""
+    """`[T]`: one over the mean square of each of the states `[..., K]`."""
     return 1 / states.flatten(0, -2).square().mean(-1).clamp(min=1e-12)
 
 
