@@ -6,9 +6,12 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
+from edits import weights_in
 from safetensors.torch import load_file, save_file
 
 from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import read_tensors
 
 INDEX = "model.safetensors.index.json"
 FFN = "model.layers.0.mlp"
@@ -250,3 +253,10 @@ def test_a_tensor_that_two_shards_hold_counts_where_the_index_puts_it(model):
     held = load_file(model / last) | {tensor: load_file(model / first)[tensor]}
     save_file(held, model / last, {"format": "pt"})
     assert open_checkpoint(model).tensors[tensor].shard == first
+
+
+def test_a_weight_of_one_number_is_read(silu_llama, tmp_path):
+    folder = Path(shutil.copytree(silu_llama, tmp_path / "model"))
+    with weights_in(folder) as tensors:
+        tensors["model.scale"] = torch.tensor(2.0)
+    assert dict(read_tensors(open_checkpoint(folder), ["model.scale"])) == {"model.scale": 2.0}

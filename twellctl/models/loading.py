@@ -109,7 +109,9 @@ def opened(checkpoint: Checkpoint) -> Iterator[Callable[..., Tensor]]:
         }
 
         def read(name: str, rows: slice = slice(None)) -> Tensor:
-            tensor = shards[checkpoint.tensors[name].shard].get_slice(name)[rows]
+            shard, is_whole = shards[checkpoint.tensors[name].shard], rows == slice(None)
+            # of one number there are no slices
+            tensor = shard.get_tensor(name) if is_whole else shard.get_slice(name)[rows]
             if (factor := form.get(name)) is None:
                 return tensor
             return scaled(tensor, 1 / (factor[rows] if len(factor) > 1 else factor))
