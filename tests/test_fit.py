@@ -19,6 +19,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.firing.profiled import save_profile
+from twellctl.fitting import layer as layers
 from twellctl.fitting import plan as plans
 from twellctl.fitting.ffn import GatedFfn
 from twellctl.fitting.layer import HowToFit, find_direction, fit_layer
@@ -282,8 +283,25 @@ def test_gradients_are_those_of_autograd(biases):
         torch.testing.assert_close(found[name].double(), leaf.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_steps_bring_a_layer_nearer_and_hold_its_density():
-    ffn = drawn_ffn()
+def test_sums_in_front_of_steps_are_of_every_third_part(monkeypatch):
+    monkeypatch.setattr(layers, "AT_ONCE", 100)
+    ffn, direction = drawn_ffn(biases=True), torch.randn(K) / 5
+    text, kept = drawn_text(ffn, 1000), torch.arange(1000).view(10, 100)[::3].flatten()
+    some = LayerText(text.z[kept], text.weights[kept], lambda t: text.wanted(kept[t]))
+    found, expected = (
+        layers._products(ffn, torch.zeros(K, K), direction, of, stride)
+        for of, stride in ((text, 3), (some, 1))
+    )
+    assert torch.equal(found[0].gram, expected[0].gram)
+    assert torch.equal(found[0].right, expected[0].right)
+    assert found[1] == expected[1]
+    strides = [layers.stride_before_steps(n * 16 * (N + K), N, K) for n in (0, 1, 3, 9)]
+    assert strides == [1, 1, 3, 4]
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_steps_bring_a_layer_nearer_and_hold_its_density(biases):
+    ffn = drawn_ffn(biases=biases)
     text = drawn_text(ffn, 6000)
     with torch.no_grad():
         how = HowToFit(16, 1e-6, torch.float32, None)
@@ -423,8 +441,10 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, 
     for stop, code, said in ((interrupt, 130, [kept, "error: interrupted"]), (end, 143, [kept])):
         with monkeypatch.context() as patch:
             patch.setattr(screen, "fitting", stop)
+            anew = cli("convert", source, out, *words, "--overwrite")
             status, _, err = cli("convert", source, out, *words)
         assert (status, err[-len(said) :]) == (code, said)
+        assert kept not in anew[2]
     code, said, _ = cli("convert", source, out, *words)
     assert code == 0
     assert "of the neurons fire for a token" in said
@@ -486,6 +506,10 @@ def test_a_gpu_without_room_is_refused_with_what_has_room(
     )
     assert plans.no_room(large, replace(fit, tokens=int(found[1]))) is None
     assert plans.no_room(large, fit, processes=2) is None
+    few = plans._bytes_of(large, replace(fit, tokens=30_000), True)  # which are refused, too
+    monkeypatch.setattr(plans, "gpu_memory", lambda device: (few, few))
+    assert plans.no_room(large, fit).endswith(": take a larger one")
+    monkeypatch.setattr(plans, "gpu_memory", lambda device: (24 << 30, 24 << 30))
     seventy = Shape(80, 8192, 28672, 855_638_016, 2_101_346_304, 128_256)
     assert plans.no_room(seventy, fit).endswith(": take a larger one")
     monkeypatch.setattr(plans, "gpu_memory", lambda device: (1 << 20, 1 << 30))

@@ -50,7 +50,7 @@ def convert(
     try:
         done = run(model, out, **how, doing=ui.doing, told=screen.fitting, **flags)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
-        if (kept := run_folder(out)).exists():
+        if (kept := run_folder(out)).exists() and "data" in flags and not overwrite:
             ui.note(f"{kept} keeps the layers that were fitted: the same command goes on")
         raise
     screen.converted(done, model)

@@ -14,6 +14,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.fitting.fit import LOGIT_TOKENS
 from twellctl.fitting.layer import stride_before_steps
 from twellctl.fitting.least_squares import COMPUTED, tf32
+from twellctl.fitting.run import TOKENS_A_WEIGHT
 from twellctl.fitting.settings import Fit, open_source, rank_of_map, windows_held_out
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, gpu_memory, stored_dtypes
@@ -101,7 +102,8 @@ def no_room(shape: Shape, fit: Fit, processes: int = 1) -> str | None:
     a_token = _token_bytes(shape, True)
     over = math.ceil((needed - free) * processes / a_token)
     most = (fit.tokens - over) // 10_000 * 10_000
-    return words + (f"give --tokens {most}, or more GPUs" if most > 0 else "take a larger one")
+    does = most >= TOKENS_A_WEIGHT * (shape.hidden_size + shape.intermediate_size)
+    return words + (f"give --tokens {most}, or more GPUs" if does else "take a larger one")
 
 
 def _bytes_of(shape: Shape, fit: Fit, on_gpu: bool, processes: int = 1) -> int:
