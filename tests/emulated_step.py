@@ -105,7 +105,7 @@ class Model:
         """The kernel's table of layers: pointers, screen, window, and of e4m3 the scales."""
         rows = []
         for layer in self.given:
-            pointers = [pointer(t) for t in layer.values()]
+            pointers = [0 if t is None else t.data_ptr() for t in layer.values()]
             places = len(pointers) - 5 * self.fp8
             screen = [0, 0] if self.fp8 else [t.data_ptr() for t in self.screens[len(rows)]]
             both = (self.N - self.mapped) << 32 | self.window
@@ -227,11 +227,8 @@ def _turned(model: Model, x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return _rounded(_rounded(x * _root(x)) * weight.double())
-
-
-def _root(x: Tensor) -> Tensor:
-    return torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    root = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    return _rounded(_rounded(x * root) * weight.double())
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -240,7 +237,3 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _rounded(x: Tensor) -> Tensor:
     return x.bfloat16().double()
-
-
-def pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

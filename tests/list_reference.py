@@ -136,15 +136,10 @@ def light_pairs(
 # ---- expected rounds
 
 
-def rounds_of(class_counts: np.ndarray) -> int:
-    """R of a (group, panel) with so many pairs in each class."""
-    return ceil_div(int(class_counts.sum()), ROUND)
-
-
 def expected_rounds(codes: np.ndarray, values: np.ndarray) -> np.ndarray:
     """uint16 [R, 32] of the pairs of one (group, panel), given in their order."""
     counts = np.bincount(codes % CLASSES, minlength=CLASSES)
-    R = rounds_of(counts)
+    R = ceil_div(int(counts.sum()), ROUND)
     slots = np.full((R, ROUND, 2), PAD, np.uint16)  # value, code
     slots[..., 1] = np.arange(ROUND) % CLASSES
     taken = np.minimum(counts, 2 * R)

@@ -3,12 +3,12 @@
 import ctypes
 import hashlib
 import importlib.metadata
-import json
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from edits import json_in
 
 from twellctl.bundle import twell_ffn, twell_launch, twell_nvrtc, twell_reasons
 from twellctl.bundle.twell_bundle import write_bundle
@@ -128,15 +128,12 @@ class BrokenNvrtc:
         raise KernelError(f"NVRTC 12.9 does not compile {name} for {arch}: no builtins")
 
 
-def test_an_nvrtc_that_does_not_work(monkeypatch):
+def test_an_nvrtc_that_does_not_work_or_is_not_there(monkeypatch):
     monkeypatch.setattr(twell_nvrtc, "find_nvrtc", BrokenNvrtc)
     found = kernels_here.find_nvrtc("12.8", 0)
     assert found.state == "bad"
     assert found.what.startswith("does not work: NVRTC 12.9 does not compile probe.cu")
     assert found.advice == machine.install_advice("12.9")
-
-
-def test_no_nvrtc(monkeypatch):
     monkeypatch.setattr(twell_nvrtc, "find_nvrtc", lambda: None)
     found = kernels_here.find_nvrtc("13.0", 0)
     assert (found.state, found.advice) == ("none", machine.install_advice("13.0"))
@@ -306,15 +303,14 @@ def test_a_bundle_that_only_its_own_manifest_knows(export_llama, monkeypatch):
 
 def in_json(file, **changes):
     """Change what a JSON file says; a function gets what was there."""
-    content = json.loads(file.read_text())
-    for key, value in changes.items():
-        content[key] = value(content[key]) if callable(value) else value
-    file.write_text(json.dumps(content))
+    with json_in(file) as content:
+        for key, value in changes.items():
+            content[key] = value(content[key]) if callable(value) else value
 
 
-def listed(out, name, content=b"#"):
+def listed(out, name):
     """Put a file into the manifest of an export, as whoever changes both would."""
-    digest = hashlib.sha256(content).hexdigest()
+    digest = hashlib.sha256(b"#").hexdigest()
     in_json(out / "twell_manifest.json", sha256=lambda old: old | {name: digest})
 
 

@@ -95,8 +95,7 @@ def test_too_little_text_is_refused_as_by_the_run(relu_llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flag", "density"),
-    [("target-sparsity=0.75", "0.25"), ("l1-schedule=constant", None)],
+    ("flag", "density"), [("target-sparsity=0.75", "0.25"), ("l1-schedule=constant", None)]
 )
 def test_the_speed_at_the_target_is_left_to_bench(
     success, relu_llama, text_file, tmp_path, flag, density

@@ -48,16 +48,13 @@ def some_questions(count: int) -> list[Question]:
     return made
 
 
-def as_row(question: Question) -> dict:
-    return {"query": question.query, "choices": list(question.choices), "gold": question.gold}
-
-
 def test_answers_are_those_of_one_choice_at_a_time(
     relu_llama, stock, tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("twellctl.evaluation.windows.BATCH_TOKENS", 150)
     questions = some_questions(25)
-    file = jsonl(tmp_path / "pieces.jsonl", map(as_row, questions))
+    rows = [{"query": q.query, "choices": list(q.choices), "gold": q.gold} for q in questions]
+    file = jsonl(tmp_path / "pieces.jsonl", rows)
     steps = []
     done = evaluate(relu_llama, tasks=file, progress=lambda *step: steps.append(step))
     right, right_norm = 0, 0

@@ -13,7 +13,6 @@ from twellctl.bundle import twell_few
 from twellctl.bundle.twell_few import (
     FEW_TOKENS,
     FewPlan,
-    Launch,
     few_dense_kernels,
     few_gated,
     few_kernels,
@@ -186,13 +185,6 @@ TEMPLATES = {
 }
 
 
-def template_of(launch: Launch, limits: Limits) -> str:
-    """The template arguments of what is launched."""
-    arguments = entries_of(ENTRY_FILES[launch.name], limits.capability)[launch.name]
-    given = ", ".join(str(int(value)) for value in arguments)
-    return given if launch.name.startswith("few_down") else f"few::Sizes<{given}>"
-
-
 def claims_of(file: str, limits: Limits, end: str = "") -> list[str]:
     """That each launch planned of a file's kernels has just the shared memory that they ask for."""
     claims = {}
@@ -202,15 +194,15 @@ def claims_of(file: str, limits: Limits, end: str = "") -> list[str]:
                 plan = plan_few(M, N, K, limits, end)
                 for launch in launches_of(plan):
                     if launch.name.startswith(Path(file).stem):
-                        assert octets_of(launch, limits) == plan.octets or M <= 2
-                        given = template_of(launch, limits)
+                        entries = entries_of(ENTRY_FILES[launch.name], limits.capability)
+                        arguments = entries[launch.name]
+                        assert arguments.octets == plan.octets or M <= 2
+                        given = ", ".join(str(int(value)) for value in arguments)
+                        if not launch.name.startswith("few_down"):
+                            given = f"few::Sizes<{given}>"
                         claim = f"needed_bytes<{given}>({M}, {N}, {K}) == {launch.smem_bytes}"
                         claims[claim] = None
     return list(claims)
-
-
-def octets_of(launch: Launch, limits: Limits) -> int:
-    return entries_of(ENTRY_FILES[launch.name], limits.capability)[launch.name].octets
 
 
 @pytest.mark.parametrize("end", ENDS)

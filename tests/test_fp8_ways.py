@@ -9,13 +9,7 @@ from test_fp8 import spread, weight_of
 from test_ways import A100, H200, L4, OF_HOPPER, as_on_an_h200
 from torch import Tensor, nn
 
-from twellctl.bundle import (
-    twell_ffn,
-    twell_fp8,
-    twell_model,
-    twell_reasons,
-    twell_route,
-)
+from twellctl.bundle import twell_ffn, twell_fp8, twell_model, twell_reasons, twell_route
 from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, joined

@@ -1,7 +1,5 @@
 """The loss in chunks is the plain one: values and gradients, tied or not, and scaled."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,10 +81,6 @@ def test_without_gradients_none_are_computed(make_model):
 # ---- the distance to the layers of a teacher
 
 
-def _append(which, module, args, output):
-    which.append(output if torch.is_tensor(output) else output[0])
-
-
 def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -99,7 +93,9 @@ def test_gradient(make_model, family, checkpointing):
     outputs = ([], [])
     for which, m in zip(outputs, (teacher, model), strict=True):
         for layer in ffn_layers(m):
-            layer.register_forward_hook(partial(_append, which))
+            layer.register_forward_hook(
+                lambda _, __, out, to=which: to.append(out if torch.is_tensor(out) else out[0])
+            )
     with torch.no_grad():
         teacher(ids)
     loss = model(ids).logits.square().mean()

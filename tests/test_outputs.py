@@ -47,6 +47,10 @@ def no_space(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def denied(*_, **__):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def fails_once(target, fail):
     """A `Path.rename` that calls `fail` the first time that something shall become `target`."""
     rename, left = Path.rename, [target]
@@ -132,9 +136,6 @@ def test_unwritable_parent(model, refused, tmp_path, monkeypatch):
 
 
 def test_folder_that_cannot_be_made(model, refused, tmp_path, monkeypatch):
-    def denied(*_, **__):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
     out = tmp_path / "new" / "deep" / "out"
     monkeypatch.setattr(workspace, "_make", denied)
     refused((f"{out} cannot be written", "Permission denied", "choose another"), model, out)
@@ -252,10 +253,7 @@ def test_a_written_file_stays_a_link(tmp_path):
 def test_what_was_measured_is_shown_though_its_file_cannot_be_written(
     cli, relu_llama, text_file, tmp_path, monkeypatch
 ):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_text", no_space)
     made = tmp_path / "made.json"
     words = ("--data", text_file, "--windows", 2, "--seq-len", 16, "--json", made)
     code, out, err = cli("eval", relu_llama, *words)
@@ -304,16 +302,6 @@ def target(tmp_path):
     return tmp_path / "out"
 
 
-def killed_in_its_workspace(target, do):
-    """A process that is killed in the workspace of `target`, after `do(workspace)`."""
-    child = os.fork()
-    if child == 0:
-        with workspace_beside(target) as workspace:
-            do(workspace)
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, None])
 def test_a_system_that_cannot_exchange_changes_nothing(tmp_path, monkeypatch, code):
     class Library:
@@ -345,11 +333,11 @@ def test_one_process_at_a_time(target):
 
 def test_an_old_one_that_cannot_be_put_back_stays(target, monkeypatch):
     target.mkdir()
-    killed_in_its_workspace(target, lambda workspace: lay_aside(target))
-
-    def denied(*args):
-        raise PermissionError(errno.EACCES, "no")
-
+    if not (child := os.fork()):
+        with workspace_beside(target):
+            lay_aside(target)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
     with monkeypatch.context() as patch:
         patch.setattr(workspace.Path, "rename", denied)
         with pytest.raises(PermissionError), workspace_beside(target):

@@ -69,12 +69,6 @@ def test_figures_are_those_counted_by_hand(make_model, tmp_path, tokenizer, text
         assert layer.slots == 8 or fewer.overflowed.any()
 
 
-def densities_of(gates, picked) -> list[float]:
-    """The density of each layer over the `picked` tokens, a plain count of what is not zero."""
-    fired = [(gate.relu()[picked] != 0).sum().item() for gate in gates]
-    return [count / (int(picked.sum()) * gates[0].shape[-1]) for count in fired]
-
-
 def position_ranges(found) -> list[tuple[int, int]]:
     return [(part.first, part.last) for part in found.by_position]
 
@@ -134,7 +128,8 @@ def test_parts_are_those_counted_by_hand(
     assert [part.kind for part in found.by_kind] == ["code", "notes", "chat"]
     expected += [torch.tensor([kind == k for k in kinds]) for kind in ("code", "notes", "chat")]
     for part, picked in zip((*found.by_position, *found.by_kind), expected, strict=True):
-        densities = densities_of(gates, picked)
+        fired = [(gate.relu()[picked] != 0).sum().item() for gate in gates]
+        densities = [count / (int(picked.sum()) * gates[0].shape[-1]) for count in fired]
         assert part.tokens == int(picked.sum()) > 0
         assert part.layers == tuple(densities)
         assert part.density == pytest.approx(sum(densities) / 2, rel=1e-12)

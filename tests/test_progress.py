@@ -21,13 +21,8 @@ def console(monkeypatch):
     """`console(terminal)` takes the place of stderr; its file holds what was said."""
 
     def replace(terminal: bool) -> Console:
-        made = Console(
-            file=io.StringIO(),
-            force_terminal=terminal,
-            highlight=False,
-            width=120,
-            color_system=None,
-        )
+        how = {"force_terminal": terminal, "highlight": False, "width": 120, "color_system": None}
+        made = Console(file=io.StringIO(), **how)
         monkeypatch.setattr(ui, "stderr", made)
         monkeypatch.setattr(ui, "activity", Activity(made))
         return made

@@ -141,7 +141,6 @@ def test_settings_that_exclude_each_other(write):
         ("", "must hold 'key: value' lines, got None"),
         ("- l1\n", "must hold 'key: value' lines, got ['l1']"),
         ("l1: [\n", "is not valid YAML"),
-        ("l1: 1\n\tl1: 2\n", "is not valid YAML"),
         ("l1: 1\nseed: 2\nl1: 3\n", "gives l1 more than once"),
         ("l1: !!python/object:os.system x\n", "is not valid YAML"),
         ("l1: \xff\n".encode("latin-1"), "is not valid YAML"),

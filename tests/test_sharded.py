@@ -134,20 +134,16 @@ def test_resumed_on_other_numbers_of_processes(
     assert told[0].startswith("interrupted at step 2 of 6")
     assert told[0] == told[1]
     if shard == "always":
-        assert_broken_is_refused(sources[True], out, text_file)
+        other = tmp_path / "other"
+        shutil.copytree(run_folder(out), run_folder(other))
+        for file in run_folder(other).glob("checkpoint-2/sharded/*.distcp"):
+            file.write_bytes(file.read_bytes()[:1000])
+        with pytest.raises(TwellError, match=r"checkpoint-2 cannot be read \(.*\): remove it, and"):
+            finetune(sources[True], other, small(text_file, **SHORT), resume=True)
     assert go_on(3, interrupt_at=4, resume=True)[2].startswith("interrupted at step 4 of 6")
     (end,) = go_on(1, resume=True)
     assert end == pytest.approx([alone[True].l1, alone[True].density], rel=1e-5)
     assert_near(out, alone[True].out)
-
-
-def assert_broken_is_refused(model: Path, out: Path, text_file: Path) -> None:
-    other = out.with_name("other")
-    shutil.copytree(run_folder(out), run_folder(other))
-    for file in run_folder(other).glob("checkpoint-2/sharded/*.distcp"):
-        file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(TwellError, match=r"checkpoint-2 cannot be read \(.*\): remove it, and"):
-        finetune(model, other, small(text_file, **SHORT), resume=True)
 
 
 @pytest.mark.parametrize(

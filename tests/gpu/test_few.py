@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from on_gpu import whole
 from torch import Tensor
 
 from twellctl.bundle import twell_ffn, twell_ways
@@ -94,11 +95,6 @@ def linear(
     y = x.double() @ weight.double().T
     y = (y if bias is None else y + bias.double()).bfloat16()
     return y if residual is None else (y.double() + residual.double()).bfloat16()
-
-
-def whole(*shape: int, most: int = 1) -> Tensor:
-    """Whole numbers of -most to most, bf16."""
-    return torch.randint(-most, most + 1, shape, device=DEVICE).bfloat16()
 
 
 def random_problem(draw: random.Random) -> Problem:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from on_gpu import HOPPER
+from on_gpu import HOPPER, whole
 from torch import Tensor
 
 from twellctl.bundle.twell_launch import device_limits, tensor_map
@@ -40,11 +40,6 @@ def run_down(
         HEAVY_SMEM,
     )
     return y
-
-
-def whole(*shape: int, most: int) -> Tensor:
-    """Whole numbers of -most to most, bf16."""
-    return torch.randint(-most, most + 1, shape, device="cuda").bfloat16()
 
 
 @pytest.mark.parametrize(("N", "K"), [(64, 64), (72, 320), (520, 192), (1000, 2048)])

@@ -12,12 +12,7 @@ from list_reference import Shape
 from on_gpu import HOPPER
 from torch import Tensor
 
-from twellctl.bundle.twell_e4m3 import (
-    quantise_hidden,
-    quantise_inputs,
-    quantise_rows,
-    scale_sums,
-)
+from twellctl.bundle.twell_e4m3 import quantise_hidden, quantise_inputs, quantise_rows, scale_sums
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_fp8 import E4M3, LARGEST, Fp8Weight, round_rows, round_weight
 from twellctl.bundle.twell_launch import device_limits

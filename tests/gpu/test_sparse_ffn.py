@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from on_gpu import whole
 from torch import Tensor
 
 from twellctl.bundle import twell_ffn, twell_ways
@@ -102,11 +103,6 @@ def reference(problem: Problem) -> Tensor:
     hidden = (keep_fired(gate_of(problem)).double() * up.double()).bfloat16()
     y = hidden.double() @ w_down.double().T
     return (y if b_down is None else y + b_down.double()).bfloat16()
-
-
-def whole(*shape: int, most: int = 1) -> Tensor:
-    """Whole numbers of -most to most, bf16."""
-    return torch.randint(-most, most + 1, shape, device=DEVICE).bfloat16()
 
 
 def by_neurons(w_down: Tensor) -> Tensor:

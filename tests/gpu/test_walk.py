@@ -3,7 +3,7 @@ the operator for the rest."""
 
 import pytest
 import torch
-from on_gpu import HOPPER
+from on_gpu import HOPPER, whole
 from torch import Tensor
 
 from twellctl.bundle.twell_format import keep_fired
@@ -13,11 +13,6 @@ from twellctl.bundle.twell_weights import FFN
 
 pytestmark = HOPPER
 SIZES = [(1, 64, 8), (65, 192, 264), (133, 320, 1000), (300, 2048, 520), (257, 4096, 2056)]
-
-
-def whole(*shape: int, most: int = 1) -> Tensor:
-    """Whole numbers of -most to most, bf16."""
-    return torch.randint(-most, most + 1, shape, device="cuda").bfloat16()
 
 
 def make_ffn(N: int, K: int, biases: bool) -> FFN:

@@ -199,8 +199,10 @@ def test_stopping_lets_running_answers_finish(tokenizer):
     with serving(tokenizer, engine, drain=20) as client:
         events = iter(complete(client, max_tokens=60, stream=True))
         done.append(next(events))
-        probe = threading.Thread(target=lambda: seen.append(while_stopping(client)))
-        seen = []
+        body, seen = b'{"model": "model", "prompt": "x", "max_tokens": 1}', []
+        probe = threading.Thread(
+            target=lambda: seen.append((get(client, "/health"), post(client, body)))
+        )
         reader = threading.Thread(target=lambda: done.extend(events))
         reader.start()
         threading.Timer(0.2, probe.start).start()
@@ -221,11 +223,6 @@ def test_an_engine_that_only_fails_is_not_healthy(tokenizer):
             assert get(client, "/health").status == status
         engine.failed = 3
         assert json.loads(get(client, "/health").body) == {"status": "failing"}
-
-
-def while_stopping(client):
-    body = json.dumps({"model": "model", "prompt": "x", "max_tokens": 1}).encode()
-    return get(client, "/health"), post(client, body)
 
 
 def test_stopping_waits_no_longer_than_told(tokenizer):

@@ -27,16 +27,10 @@ from serving_client import (
     told_at_start,
 )
 
-from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.serve_local import load_served_model, serve, serve_local
 from twellctl.serving.plan import ServedModel
-
-
-def decoder_of(served: ServedModel) -> HFDecoder:
-    """What the engine asks for logits."""
-    return served.engine._scheduler.decoder
 
 
 def test_many_clients_at_once_get_what_they_get_alone(client):
@@ -59,7 +53,7 @@ def test_unexpected_failure_is_logged_in_one_line(served, client, monkeypatch, c
         raise IndexError("no such\nlayer")
 
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
-        patched.setattr(decoder_of(served), "prefill", fail)
+        patched.setattr(served.engine._scheduler.decoder, "prefill", fail)
         with pytest.raises(openai.InternalServerError) as caught:
             complete(client)
     assert (caught.value.status_code, caught.value.type) == (500, "server_error")
