@@ -290,13 +290,13 @@ def test_what_is_no_profile_is_refused(tmp_path, content, sentence):
         read_profile(path)
 
 
-def test_bad_calls_are_refused(relu_llama, silu_llama, text_file, tmp_path):
+def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("def f(): pass")
     with pytest.raises(TwellError, match=r"holds \d+ tokens, less than one window of 200"):
         profile(relu_llama, [str(short)], seq_len=200)
-    with pytest.raises(TwellError, match="no text to read: give --data FILE"):
-        profile(relu_llama, [], seq_len=200)
+    code, _, err = cli("profile", relu_llama)
+    assert (code, err[-1]) == (2, "error: no text to read: give --data FILE")
     with pytest.raises(TwellError, match="is a SiLU model"):
         profile(silu_llama, [str(text_file)])
     with pytest.raises(UsageError, match="seq-len must be 1 to 256"):

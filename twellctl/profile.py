@@ -22,7 +22,7 @@ from twellctl.settings import chosen
 
 def profile(
     model: str | Path,
-    data: Paths,
+    data: Paths = (),
     *,
     device: torch.device | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
