@@ -239,6 +239,7 @@ def test_what_is_refused(make_model, text_file, tmp_path):
     few.write_text(json.dumps({"text": "def a(): pass " * 20}) + "\n")
     refused(make_model, few, out, "are too few to fit 128 weights", eval_windows=1)
     refused(make_model, text_file, out, "the model's context, got 10000", UsageError, seq_len=10000)
+    refused(make_model, text_file, out, "<= 32, the hidden size, got 33", UsageError, map_rank=33)
     with pytest.raises(UsageError, match="the model's context, got 10000"):
         plan(make_model("llama"), data=[str(text_file)], seq_len=10000)
     refused(make_model, few, out, "windows of 256 tokens", seq_len=256)

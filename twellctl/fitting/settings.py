@@ -68,7 +68,7 @@ def windows_held_out(fit: Fit, count: int | None = None) -> int:
 def rank_of_map(fit: Fit, hidden_size: int, num_neurons: int) -> int:
     """The rank asked for, or half of the hidden size, such that all neurons are whole tiles."""
     if fit.map_rank is not None:
-        return min(fit.map_rank, hidden_size)
+        return fit.map_rank
     wanted = num_neurons + hidden_size // 2
     rank = max(1, round(wanted / TILE)) * TILE - num_neurons
     return rank if 0 < rank <= hidden_size else hidden_size // 2
@@ -88,4 +88,6 @@ def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint
             raise UsageError(
                 f"seq-len must be <= {longest}, the model's context, got {fit.seq_len}"
             )
+        if fit.map_rank is not None and fit.map_rank > (most := checkpoint.ffn.hidden_size):
+            raise UsageError(f"map-rank must be <= {most}, the hidden size, got {fit.map_rank}")
     return checkpoint
