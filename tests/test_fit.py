@@ -19,6 +19,7 @@ from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.firing.profiled import save_profile
 from twellctl.fitting import plan as plans
+from twellctl.fitting.fit import Fitting
 from twellctl.fitting.plan import Shape, plan, planned
 from twellctl.fitting.settings import Fit, windows_held_out
 from twellctl.generate import generate
@@ -92,7 +93,9 @@ def test_stock_transformers_computes_what_was_measured(fitted, text_file, family
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_fit_of_bf16_weights_holds_states_in_bf16(make_model, text_file, tmp_path, family):
+def test_a_fit_of_bf16_weights_holds_states_in_bf16(
+    make_model, text_file, tmp_path, monkeypatch, family
+):
     """As near as stock transformers computes from the same weights in float32."""
     how = {"initializer_range": 0.2} | (FAMILIES[3][1] if family == "gemma2" else {})
     source, out = tmp_path / "bf16", tmp_path / "out"
@@ -100,7 +103,14 @@ def test_a_fit_of_bf16_weights_holds_states_in_bf16(make_model, text_file, tmp_p
         wide = AutoModelForCausalLM.from_pretrained(folder := make_model(family, **how))
         wide.bfloat16().save_pretrained(source)
         AutoTokenizer.from_pretrained(folder).save_pretrained(source)
+    dtypes, measure = set(), Fitting.held_out
+    monkeypatch.setattr(
+        Fitting,
+        "held_out",
+        lambda fit: dtypes.update((fit.teacher.dtype, fit.student.dtype)) or measure(fit),
+    )
     held = convert(source, out, data=[str(text_file)], **QUICK).fitted.held_out
+    assert dtypes == {torch.bfloat16}
     ids = _held_out(source, text_file)
     with torch.no_grad(), quiet_transformers():
         ours, theirs = (

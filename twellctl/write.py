@@ -8,7 +8,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -61,7 +61,7 @@ class Written(Shown):
     """What is in `out`: lines, and the tokens that fine-tuning reads of them, nearly.
 
     `cut` texts reached the limit. `drawn`: how many tokens the model wrote in so many `seconds`,
-    without the prompts.
+    without the prompts. `is_relu`: it is a ReLU model.
     """
 
     out: Path
@@ -70,6 +70,7 @@ class Written(Shown):
     tokens: int
     drawn: int
     seconds: float
+    is_relu: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Going:
     share: float
     drawn: int
     seconds: float
+    is_relu: bool = False
 
 
 def write(
@@ -132,7 +134,7 @@ def write(
             done = _write_lines(out, was_there, _Texts(bulk, answers, how.tokens), progress, note)
     if how.temperature == 0 and done.tokens < (how.tokens or 0):
         note("each prompt was answered once: greedily a second answer would be the same")
-    return done
+    return replace(done, is_relu=checkpoint.activation == "relu")
 
 
 def _opened(checkpoint: Checkpoint, answers: "_Answers", batch_size: int) -> "Bulk":

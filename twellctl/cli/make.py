@@ -99,10 +99,7 @@ def write(
         f"{counted(done.cut, 'text')} cut at "
         f"--max-tokens, {done.drawn / done.seconds:.0f} tokens/s"
     )
-    from twellctl.models.checkpoint import open_checkpoint
-
-    is_relu = open_checkpoint(model, revision=revision).activation == "relu"
-    step = f"profile {ui.word(model)}" if is_relu else f"convert {ui.word(model)} RELU"
+    step = f"profile {ui.word(model)}" if done.is_relu else f"convert {ui.word(model)} RELU"
     ui.say(f"next: twellctl {step} --data {ui.word(done.out)}")
 
 

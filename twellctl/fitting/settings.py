@@ -1,4 +1,4 @@
-"""What `twellctl convert` is told of fitting: flags, help, defaults and checks in one table."""
+"""What `twellctl convert` is told: flags with help, defaults and checks in one table; its model."""
 
 from dataclasses import dataclass
 from pathlib import Path
