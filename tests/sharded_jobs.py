@@ -33,6 +33,7 @@ from twellctl.cli import main as command_line
 from twellctl.dry_run import dry_run
 from twellctl.errors import TwellError
 from twellctl.finetune import finetune
+from twellctl.models import shard_writer
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.training import build, optimizer, replicas, sharded_weights, teacher, trainer
@@ -85,7 +86,7 @@ def run(model: str, out: str, changes: dict, how: dict) -> list[float]:
     (`recorded_by`).
     """
     teacher.prompts_in = lambda *given: []  # which would take as long as the steps
-    sharded_weights.FILE_BYTES = how.get("file_bytes", sharded_weights.FILE_BYTES)
+    shard_writer.SHARD_BYTES = how.get("file_bytes", shard_writer.SHARD_BYTES)
     replicas.SMALL = how.get("small", replicas.SMALL)
     if "recorded_by" in how:
         build._captures = lambda recipe: True

@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from twellctl.bundle.twell_bundle import read_bundle
 from twellctl.bundle.twell_model import TwellFFN, gated_ffns, read_as_relu, twell_class
 from twellctl.convert import convert
-from twellctl.errors import TwellError, UsageError
-from twellctl.export import export, parse_size
+from twellctl.errors import TwellError
+from twellctl.export import export
 from twellctl.firing.profiled import save_profile
+from twellctl.models import shard_writer
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.exportable import is_plain_ffn
 from twellctl.models.loading import fingerprint, form_factors, load_model
@@ -239,8 +240,6 @@ def test_refusals_leave_nothing(relu_llama, silu_llama, make_model, text_file, t
         export(relu_llama, out, profile=tmp_path / "none.json")
     with pytest.raises(TwellError, match="is a SiLU model: make it ReLU with 'twellctl convert"):
         export(silu_llama, out)
-    with pytest.raises(UsageError, match="shard-size must be like 500MB or 2GB, got '2 cats'"):
-        export(relu_llama, out, shard_size="2 cats")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "profile.json"]
     out.mkdir()
     with pytest.raises(TwellError, match="exists"):
@@ -248,36 +247,23 @@ def test_refusals_leave_nothing(relu_llama, silu_llama, make_model, text_file, t
     assert export(relu_llama, out, overwrite=True).out == out
 
 
-@pytest.mark.parametrize("shard_size", ["40KB", 10**9])
-def test_weights_can_be_cut_anew(relu_llama, tmp_path, shard_size):
-    export(relu_llama, tmp_path / "out", shard_size=shard_size)
+@pytest.mark.parametrize("most", [40_000, 10**9])
+def test_weights_are_cut_anew(relu_llama, tmp_path, monkeypatch, most):
+    monkeypatch.setattr(shard_writer, "SHARD_BYTES", most)
+    export(relu_llama, tmp_path / "out")
     was, now = open_checkpoint(relu_llama), open_checkpoint(tmp_path / "out")
     assert fingerprint(now) == fingerprint(was)
-    if shard_size == 10**9:
+    if most == 10**9:
         assert now.shards == ("model.safetensors",)
         return
     assert now.shards[0] == f"model-00001-of-{len(now.shards):05}.safetensors"
     for shard in now.shards:
         tensors = load_file(tmp_path / "out" / shard)
         size = sum(tensor.nbytes for tensor in tensors.values())
-        assert size <= 40_000 or len(tensors) == 1
+        assert size <= most or len(tensors) == 1
         assert (tmp_path / "out" / shard).stat().st_mode & 0o044
     wanted = AutoModelForCausalLM.from_pretrained(relu_llama)(IDS).logits
     assert torch.equal(plain_relu(tmp_path / "out")(IDS).logits, wanted)
-
-
-@pytest.mark.parametrize(
-    ("size", "num_bytes"),
-    [("2GB", 2 * 10**9), ("500mb", 5 * 10**8), ("1.5 GiB", 3 * 2**29), ("7", 7), (12, 12)],
-)
-def test_sizes(size, num_bytes):
-    assert parse_size(size) == num_bytes
-
-
-@pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "2TB", "1e9"])
-def test_sizes_that_are_none(size):
-    with pytest.raises(UsageError, match="shard-size must be like"):
-        parse_size(size)
 
 
 def test_save_pretrained_writes_a_whole_bundle_again(exported, load_trusted, tmp_path):

@@ -21,6 +21,7 @@ from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.firing.profiled import save_profile
 from twellctl.generate import generate
+from twellctl.models import shard_writer
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model, read_tensors
 from twellctl.profile import profile
@@ -176,12 +177,13 @@ def test_a_body_and_a_head_of_one_weight(make_model, tmp_path):
 
 
 @pytest.mark.parametrize("source", ["one file", "many"])
-def test_weights_are_cut_by_what_they_are_now(make_model, tmp_path, source):
+def test_weights_are_cut_by_what_they_are_now(make_model, tmp_path, monkeypatch, source):
     convert(
         make_model("llama", shard_size="5GB" if source == "one file" else "30KB"), tmp_path / "relu"
     )
     export(tmp_path / "relu", tmp_path / "whole", quantize="fp8")
-    export(tmp_path / "relu", tmp_path / "cut", quantize="fp8", shard_size="40KB")
+    monkeypatch.setattr(shard_writer, "SHARD_BYTES", 40_000)
+    export(tmp_path / "relu", tmp_path / "cut", quantize="fp8")
     whole, cut = open_checkpoint(tmp_path / "whole"), open_checkpoint(tmp_path / "cut")
     assert whole.shards == ("model.safetensors",)
     assert len(cut.shards) > 1

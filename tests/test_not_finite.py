@@ -35,7 +35,6 @@ def test_commands_name_tensor_and_file(broken, text_file, tmp_path, refusal):
     for words in (
         ("profile", broken, "--data", text_file, "--seq-len", 16),
         ("export", broken, tmp_path / "out"),
-        ("export", broken, tmp_path / "out", "--shard-size", "20KB"),
         ("generate", broken, "x = 1"),
         ("serve-local", broken, "--port", 0),
         ("finetune", broken, tmp_path / "out", "--data", text_file, "--seq-len", 32),

@@ -29,8 +29,6 @@ from twellctl.training.recipe import run_folder
 if TYPE_CHECKING:
     from twellctl.fitting.run import Fitted
 
-SHARD_BYTES = 5 << 30
-
 Told = Callable[[int, int, float, float], None]
 
 
@@ -115,7 +113,7 @@ def _fitted(
             return _result(checkpoint, out, fitted, False)
         doing(f"writing {out}")
         with claim.staged() as stage:
-            write_shards(fitted_tensors(checkpoint, run), stage, SHARD_BYTES)
+            write_shards(fitted_tensors(checkpoint, run), stage)
             (stage / FIT_FILE).write_text(_report(fit, fitted), encoding="utf-8")
             made = _written(checkpoint, out, stage, fitted.map_neurons, fitted)
         drop_run(run)

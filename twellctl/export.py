@@ -6,7 +6,6 @@ both the stock class and ours, and holds the slots of a profile. Beside them goe
 code, the kernels' sources and the manifest with their sha256, of FP8 weights too.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +33,6 @@ from twellctl.report.notebook import Shown
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-_SHARD = 5 * 10**9  # bytes of a file that nobody chose
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,6 @@ def export(
     evaluation: str | Path | None = None,
     bench: str | Path | None = None,
     quantize: str | None = None,
-    shard_size: str | int | None = None,
     overwrite: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> Exported:
@@ -74,8 +69,8 @@ def export(
 
     Slots are those of `profile`, else the model's own. Losses and tasks of `evaluation`, an 'eval
     --json' file, and the steps of `bench`, a 'bench decode --json' file, go into the model card.
-    `quantize` "fp8" rounds the weights of linear layers to e4m3 with a scale for each row.
-    `shard_size` ("2GB", or bytes) is that of the files of weights. Raises `TwellError`.
+    `quantize` "fp8" rounds the weights of linear layers to e4m3 with a scale for each row. Raises
+    `TwellError`.
     """
     from twellctl.models.loading import fingerprint
     from twellctl.models.silu_form import choose_form
@@ -83,7 +78,6 @@ def export(
     out = from_home(out)
     if quantize not in (None, *QUANTIZE):
         raise UsageError(f"quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
-    shard_bytes = None if shard_size is None else parse_size(shard_size)
     files = model, profile, evaluation, bench
     inputs = [Path(path) for path in files if isinstance(path, str | Path)]
     with staged(out, overwrite=overwrite, inputs=inputs) as stage:
@@ -107,7 +101,7 @@ def export(
         known = twell["source_act"]  # the one that engines know of this family
         act = known if known in GATED and known not in SILU else "silu"
         config = checkpoint.config | {checkpoint.activation_key: act, "twell": twell | form}
-        config |= _write_weights_and_bundle(checkpoint, stage, form, quantize, shard_bytes)
+        config |= _write_weights_and_bundle(checkpoint, stage, form, quantize)
         copy_side_files(checkpoint, stage)
         write_config(stage, config)
         figures = {"profile": measured, "evaluation": judged or None, "bench": timed or None}
@@ -140,7 +134,7 @@ def export(
 
 
 def _write_weights_and_bundle(
-    checkpoint: Checkpoint, folder: Path, form: dict, quantize: str | None, shard_bytes: int | None
+    checkpoint: Checkpoint, folder: Path, form: dict, quantize: str | None
 ) -> dict:
     """Write both, for weights that are sound; what config.json says of classes and weights."""
     from twellctl.bundle.twell_bundle import make_bundle, write_bundle
@@ -159,7 +153,7 @@ def _write_weights_and_bundle(
 
         tensors = in_fp8(tensors, rounded_layers(checkpoint, model))
         entries["quantization_config"] = quantization_config(kept_layers(model))
-    files = [folder / name for name in write_shards(tensors, folder, shard_bytes or _SHARD)]
+    files = [folder / name for name in write_shards(tensors, folder)]
     write_bundle(folder, make_bundle(bundle_files(), files if quantize is not None else ()))
     return entries
 
@@ -179,15 +173,6 @@ def _in_silu_form(checkpoint: Checkpoint, form: dict) -> Iterator[tuple[str, "Te
                     f"{checkpoint.tensors[name].dtype}: take a model whose gates are smaller"
                 )
         yield name, tensor
-
-
-def parse_size(size: str | int) -> int:
-    """Bytes of "500MB", "2GB", "1.5GiB" or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?", str(size).strip().upper())
-    num_bytes = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if num_bytes < 1:
-        raise UsageError(f"shard-size must be like 500MB or 2GB, got {size!r}")
-    return num_bytes
 
 
 def _completed(checkpoint: Checkpoint, found: Profile, label: str | Path, weights: str) -> dict:

@@ -183,12 +183,6 @@ def export(
             "for each row.",
         ),
     ] = None,
-    shard_size: Annotated[
-        str | None,
-        typer.Option(
-            help="Cut the weights into files of at most so much, like 2GB. [default: 5GB]"
-        ),
-    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Write a folder that runs over TwELL, and densely in any engine.
@@ -207,7 +201,6 @@ def export(
             evaluation=evaluation,
             bench=bench,
             quantize=quantize,
-            shard_size=shard_size,
             overwrite=overwrite,
             note=ui.note,
         )

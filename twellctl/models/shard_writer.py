@@ -1,4 +1,4 @@
-"""Tensors go to safetensors files of a given size, one file in memory at a time."""
+"""Tensors go to safetensors files of 5 GB at most, one file in memory at a time."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,16 +10,16 @@ from torch import Tensor
 from twellctl.files.strict_json import json_text
 from twellctl.models.shards import INDEX, SINGLE
 
+SHARD_BYTES = 5 * 10**9
 
-def write_shards(
-    tensors: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int
-) -> tuple[str, ...]:
-    """Write files of at most `shard_bytes`, a larger tensor alone, and an index if there are many.
+
+def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> tuple[str, ...]:
+    """Write the files, a tensor that is larger alone, and an index if there are many.
 
     Returns the names of the files. `OSError` for a full disk.
     """
     parts, num_bytes = [], 0
-    for part in _parts(tensors, shard_bytes):
+    for part in _parts(tensors):
         save_tensors(part, folder / _part_name(len(parts)))
         parts.append(list(part))
         num_bytes += sum(tensor.nbytes for tensor in part.values())
@@ -42,11 +42,11 @@ def _part_name(number: int) -> str:
     return f"part-{number}.safetensors"
 
 
-def _parts(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     part: dict[str, Tensor] = {}
     filled = 0
     for name, tensor in tensors:
-        if part and filled + tensor.nbytes > shard_bytes:
+        if part and filled + tensor.nbytes > SHARD_BYTES:
             yield part
             part, filled = {}, 0
         part[name] = tensor

@@ -5,7 +5,7 @@ let go after each. So are the embeddings, and the final norm together with the h
 is tied to the embeddings, both belong to the unit of the whole model, gathered for all of a pass.
 
 No process ever holds a whole model: each reads its own rows, and what is written is gathered one
-tensor at a time, a file of at most `FILE_BYTES` at once.
+tensor at a time, a file of at most 5 GB at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,9 +69,6 @@ def rows(length: int, rank: int, world_size: int) -> slice:
     return slice(min(rank * most, length), min((rank + 1) * most, length))
 
 
-FILE_BYTES = 4 << 30
-
-
 def load_sharded(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, activation: str | None = None
 ) -> PreTrainedModel:
@@ -131,7 +128,7 @@ def write_sharded(
     tensors = _gathered(model, checkpoint, edit if folder is not None else None)
     try:
         if folder is not None:
-            write_shards(tensors, folder, FILE_BYTES)
+            write_shards(tensors, folder)
     finally:
         for _ in tensors:  # where that failed, too: the others gather with this process
             pass
