@@ -1,6 +1,5 @@
 """What a command says while it works: what lasts, one time to go, figures that are not stale."""
 
-import dataclasses
 import io
 import re
 import threading
@@ -113,11 +112,7 @@ def test_a_terminal_shows_each_step_and_keeps_what_was_held_out(
     assert kept[-1].endswith(f"held-out {done.cross_entropy:.4f} at {done.density:.2%}")
 
 
-# ---- advice: each sentence comes when its figure says so, and not before
-
-
-def said(found) -> str:
-    return "\n".join(advice.of_profile(found))
+# ---- advice
 
 
 @pytest.fixture(autouse=True)
@@ -126,50 +121,25 @@ def of_a_usual_size(monkeypatch):
     monkeypatch.setattr(advice, "SMALL", 1000)
 
 
-LAYER = profiles.layer(0.01)
-SPARSE = profiles.profile(*[LAYER] * 4)
-
-
-def test_of_a_good_model_there_is_one_sentence():
-    assert advice.of_profile(SPARSE) == [
-        "1.00 % of the neurons fire: few enough for prompts and for decoding."
-    ]
+@pytest.mark.parametrize(
+    ("density", "sentence"),
+    [
+        (0.01, "1.00% of the neurons fire: few enough for prompts and for decoding."),
+        (0.04, "a gain token by token"),
+        (0.1, "a gain where few sequences are written side by side"),
+        (0.3, "30.00% of the neurons fire: too many for a gain."),
+    ],
+)
+def test_of_a_profile(density, sentence):
+    assert sentence in advice.of_profile(profiles.profile(profiles.layer(density)))
 
 
 @pytest.mark.parametrize(("density", "prompts"), [(0.01, "few enough"), (0.03, "many")])
 def test_small_layers_promise_no_decoding(monkeypatch, density, prompts):
     monkeypatch.setattr(advice, "SMALL", 1001)
-    first = said(profiles.profile(profiles.layer(density))).splitlines()[0]
-    assert f"of the neurons fire: {prompts} for long prompts. " in first
-    assert "Layers of 1000 neurons are small, and may decode no faster: bench decode says." in first
-
-
-def changed(which: dict, **more):
-    layers = (dataclasses.replace(LAYER, **which), *SPARSE.layers[1:])
-    return dataclasses.replace(SPARSE, layers=layers, **more)
-
-
-@pytest.mark.parametrize(
-    ("found", "sentence"),
-    [
-        (profiles.profile(profiles.layer(0.3)), "30.0 % of the neurons fire: too many for a gain."),
-        (profiles.profile(profiles.layer(0.2)), "fine-tune with a lower --density"),
-        (profiles.profile(profiles.layer(0.04)), "a gain token by token"),
-        (changed({"slots": 256}), "1 of 4 layers (0) need all 256 slots of a tile"),
-        (
-            changed(
-                {},
-                by_kind=(SPARSE.by_kind[0], dataclasses.replace(SPARSE.by_kind[1], density=0.02)),
-            ),
-            "Of the kinds of text, b fires 2.00 % of the neurons, code 1.00 %",
-        ),
-        (changed({"dead": 900}), "4096 tokens are few to call them dead"),
-        (changed({"dead": 900}, tokens=10**6, text_tokens=10**6), "They cost memory and no time"),
-    ],
-)  # fmt: skip
-def test_sentences_come_when_they_are_true(found, sentence):
-    assert sentence in said(found)
-    assert sentence not in said(SPARSE)
+    said = advice.of_profile(profiles.profile(profiles.layer(density)))
+    assert f"of the neurons fire: {prompts} for long prompts. " in said
+    assert "Layers of 1000 neurons are small, and may decode no faster: bench decode says." in said
 
 
 def test_of_a_run():

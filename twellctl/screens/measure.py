@@ -37,8 +37,7 @@ def profiled(result: Any) -> None:
         _densities("kind of text", [(part.kind, part) for part in result.by_kind])
     if unseen := ", ".join(part.kind for part in result.by_kind if not part.tokens):
         ui.note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
-    for said in of_profile(result):
-        ui.note(said)
+    ui.note(of_profile(result))
 
 
 def next_of_profile(result: Any, saved_as: Any) -> None:
