@@ -53,7 +53,7 @@ def run(
     """
     from twellctl.training.recipe_file import read_settings
 
-    content = read_settings(file, str(file), depth=3)
+    content = read_settings(file, str(file))
     model, out = (content.pop(key, None) for key in ("model", "out"))
     if not isinstance(model, str) or not isinstance(out, str):
         raise UsageError(f"{file} must have model and out, got {shown(model)} and {shown(out)}")
