@@ -13,7 +13,6 @@ from typer.main import get_command
 from twellctl.cli.app import app
 from twellctl.convert import convert
 from twellctl.export import export
-from twellctl.files import outputs
 from twellctl.finetune import finetune
 from twellctl.training import teacher
 from twellctl.training.recipe import run_folder
@@ -87,13 +86,13 @@ def fork_and_kill(job, model, text, out, overwrite, seconds) -> tuple[int, float
         time.sleep(min(1e-3, max(seconds - ran, 0)))
 
 
-def fork_and_kill_at(number, model, out, can_exchange) -> int:
+def fork_and_kill_at(number, model, out) -> int:
     """`convert --overwrite`, killed before the last of so many things that it does to the disk."""
-    child = _forked(_converted_until, number, model, out, can_exchange)
+    child = _forked(_converted_until, number, model, out)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _converted_until(number, model, out, can_exchange):
+def _converted_until(number, model, out):
     left = number
 
     def count(event, args):
@@ -103,7 +102,5 @@ def _converted_until(number, model, out, can_exchange):
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    if not can_exchange:
-        outputs.exchange = lambda one, other: False
     sys.addaudithook(count)
     convert(model, out, overwrite=True)

@@ -20,7 +20,7 @@ from twellctl.errors import TwellError
 from twellctl.files import outputs, workspace
 from twellctl.files.outputs import staged
 from twellctl.files.strict_json import read_json
-from twellctl.files.workspace import exchange, lay_aside, workspace_beside, workspace_of
+from twellctl.files.workspace import lay_aside, workspace_beside, workspace_of
 
 convert_module = sys.modules["twellctl.convert"]
 
@@ -62,14 +62,6 @@ def fails_once(target, fail):
         return rename(self, to)
 
     return renamed
-
-
-@pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
-def can_exchange(request, monkeypatch) -> bool:
-    """Play a system that can exchange two names in one call, and one that cannot."""
-    if not request.param:
-        monkeypatch.setattr(outputs, "exchange", lambda one, other: False)
-    return request.param
 
 
 def test_out_exists(model, refused, tmp_path):
@@ -145,15 +137,14 @@ def test_folder_that_cannot_be_made(model, refused, tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", ["shutil.copyfile", "Path.write_text"])
 def test_full_disk(model, refused, tmp_path, monkeypatch, where, out):
     if where == "shutil.copyfile":
-        monkeypatch.setattr(outputs.os, "copy_file_range", no_space)
-        monkeypatch.setattr(outputs.shutil, "copyfile", no_space)
+        monkeypatch.setattr(shutil, "copyfile", no_space)
     else:
         monkeypatch.setattr(Path, "write_text", no_space)
     words = (f"{out} could not be written", "No space left on device", "nothing was left")
     refused(words, model, tmp_path / out)
 
 
-def test_failure_keeps_the_old_out(model, refused, cli, tmp_path, monkeypatch, can_exchange):
+def test_failure_keeps_the_old_out(model, refused, cli, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert cli("convert", model, out)[0] == 0
     words = ("could not be written", "No space left on device")
@@ -161,10 +152,7 @@ def test_failure_keeps_the_old_out(model, refused, cli, tmp_path, monkeypatch, c
         patch.setattr(convert_module, "write_config", no_space)
         refused(words, model, out, "--overwrite")
     with monkeypatch.context() as patch:  # the new folder cannot take the old one's place
-        if can_exchange:
-            patch.setattr(outputs, "exchange", no_space)
-        else:
-            patch.setattr(Path, "rename", fails_once(out, no_space))
+        patch.setattr(Path, "rename", fails_once(out, no_space))
         refused(words, model, out, "--overwrite")
 
 
@@ -191,13 +179,12 @@ def test_stopped_between_the_renames(model, cli, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert cli("convert", model, out)[0] == 0
     before = contents(tmp_path)
-    monkeypatch.setattr(outputs, "exchange", lambda one, other: False)
     monkeypatch.setattr(Path, "rename", fails_once(out, stop))
     assert cli("convert", model, out, "--overwrite")[0] == 143
     assert contents(tmp_path) == before
 
 
-def test_overwrite_replaces_all(model, cli, tmp_path, can_exchange):
+def test_overwrite_replaces_all(model, cli, tmp_path):
     out = tmp_path / "out"
     assert cli("convert", model, out)[0] == 0
     first = contents(out)
@@ -300,17 +287,6 @@ def test_what_appears_at_a_file_meanwhile_is_not_lost(tmp_path):
 @pytest.fixture
 def target(tmp_path):
     return tmp_path / "out"
-
-
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EINVAL, None])
-def test_a_system_that_cannot_exchange_changes_nothing(tmp_path, monkeypatch, code):
-    class Library:
-        def __init__(self, name, use_errno):
-            if code is not None:
-                self.renameat2 = lambda *args: workspace.ctypes.set_errno(code) or -1
-
-    monkeypatch.setattr(workspace.ctypes, "CDLL", Library)
-    assert not exchange(tmp_path / "one", tmp_path / "other")
 
 
 def test_a_room_is_empty_and_goes(target):

@@ -2,12 +2,11 @@
 
 A command claims its OUT before it works for it: what cannot be written, or would destroy something,
 is refused first. The new OUT is made in the workspace of the old one (`twellctl.files.workspace`),
-and when it is whole the two change places.
+and takes its place when it is whole.
 """
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from pathlib import Path
 from twellctl.errors import TwellError, encodable
 from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import (
-    exchange,
     lay_aside,
     remove,
     restore,
@@ -97,21 +95,9 @@ def write_file(path: Path, text: str, check: Callable[[], None] = lambda: None) 
             new = workspace / "new"
             new.write_text(text, encoding="utf-8")
             check()
-            if os.path.lexists(target) or not _linked(new, target):
-                new.replace(target)
+            new.replace(target)
     except OSError as error:
         raise TwellError(f"{path} could not be written: {error.strerror or error}") from error
-
-
-def _linked(new: Path, target: Path) -> bool:
-    """Give `new` the name `target`, too; `FileExistsError` if something has it. False: no links."""
-    try:
-        os.link(new, target)
-    except FileExistsError:
-        raise
-    except OSError:
-        return False
-    return True
 
 
 def open_anew(path: Path, was_there: bool, is_kind: Callable[[Path], bool]) -> int:
@@ -222,14 +208,12 @@ class Claim:
     def _put_in_place(self, stage: Path) -> None:
         """`stage` becomes the target; an older one is then in the workspace, and goes with it."""
         self.check()  # again: another may have made one meanwhile
-        if not self.target.exists():
-            stage.rename(self.target)
-        elif not exchange(stage, self.target):
-            try:
+        try:
+            if self.target.exists():
                 lay_aside(self.target)
-                stage.rename(self.target)
-            finally:
-                restore(self.target)
+            stage.rename(self.target)
+        finally:
+            restore(self.target)
 
 
 def _holds_current_folder(target: Path) -> bool:
@@ -256,21 +240,6 @@ def make_readable(folder: Path) -> None:
             path.chmod(0o777 & ~umask)
         elif not path.is_symlink():
             path.chmod(0o666 & ~umask)
-
-
-def copy_file(source: Path, target: Path) -> None:
-    """Copy a file. Where the file system can, the two share their blocks until one is changed."""
-    with contextlib.suppress(OSError, AttributeError):
-        if _copied_by_the_system(source, target):
-            return
-    shutil.copyfile(source, target)
-
-
-def _copied_by_the_system(source: Path, target: Path) -> bool:
-    with source.open("rb") as reader, target.open("wb") as writer:
-        while os.copy_file_range(reader.fileno(), writer.fileno(), 1 << 30):
-            pass
-        return os.fstat(writer.fileno()).st_size == os.fstat(reader.fileno()).st_size
 
 
 def _reason(error: OSError, stage: Path) -> str:

@@ -7,8 +7,6 @@ laid aside goes back to its place if nothing has taken it.
 """
 
 import contextlib
-import ctypes
-import errno
 import fcntl
 import os
 import shutil
@@ -16,16 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from twellctl.errors import TwellError
-
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_CANNOT = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
-_HOW_TO_RESTORE = """twellctl was stopped while it replaced {target}
-The old one is {old}
-
-The next twellctl that writes there puts it back. To do so by hand:
-
-    mv '{old}' '{target}'
-"""
 
 
 @contextlib.contextmanager
@@ -63,31 +51,9 @@ def workspace_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.twellctl")
 
 
-def exchange(one: Path, other: Path) -> bool:
-    """Let `one` and `other` change places; at no moment is one of the two names missing.
-
-    False if the system or the file system cannot do so: then nothing has changed. `OSError` for
-    all else, such as a path that does not exist.
-    """
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
-    if renameat2(*paths, _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _CANNOT:
-        return False
-    raise OSError(code, os.strerror(code), str(one), None, str(other))
-
-
 def lay_aside(target: Path) -> None:
-    """Move `target` into its workspace, and say beside it how to get it back, until `restore`."""
-    old = workspace_of(target) / "old"
-    note = _HOW_TO_RESTORE.format(old=old, target=target)
-    _note_of(target).write_text(note, encoding="utf-8")
-    target.rename(old)
+    """Move `target` into its workspace, until `restore`."""
+    target.rename(workspace_of(target) / "old")
 
 
 def restore(target: Path) -> None:
@@ -95,8 +61,6 @@ def restore(target: Path) -> None:
     old = workspace_of(target) / "old"
     if old.exists() and not os.path.lexists(target):
         old.rename(target)
-    if target.exists():
-        _note_of(target).unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
@@ -106,10 +70,6 @@ def remove(path: Path) -> None:
     except (KeyboardInterrupt, OSError):  # an OSError is what rmtree may make of it
         _remove(path)
         raise
-
-
-def _note_of(target: Path) -> Path:
-    return target.with_name(f"{target.name}.twellctl-restore.txt")
 
 
 def _leave(workspace: Path, target: Path, lock: int) -> None:

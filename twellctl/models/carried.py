@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 
 from twellctl.errors import TwellError
-from twellctl.files.outputs import copy_file
 from twellctl.files.strict_json import json_text
 from twellctl.models.checkpoint import FIT_FILE, REPORT_FILE, Checkpoint
 from twellctl.models.shards import INDEX, SINGLE
@@ -32,7 +31,7 @@ def copy_weights(checkpoint: Checkpoint, folder: Path) -> None:
     """The weights as they are."""
     names = checkpoint.shards if checkpoint.shards == (SINGLE,) else (*checkpoint.shards, INDEX)
     for name in names:
-        copy_file(own_file(checkpoint.path / name), folder / name)
+        shutil.copyfile(own_file(checkpoint.path / name), folder / name)
 
 
 def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
