@@ -1,13 +1,16 @@
 """What is launched, kept instead of launched, and what the kernels take."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from compiled import compiled, parameter_bytes
 from torch import Tensor
 
+from twellctl.bundle.twell_few import FEW_TOKENS
+from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import ENTRY_FILES
+from twellctl.bundle.twell_ways import Problem, ways_of
 from twellctl.bundle.twell_weights import FFN
 
 
@@ -20,6 +23,17 @@ def zero_ffn(K: int, N: int, biases: bool, end: str = "") -> FFN:
     weights = [bf16(N, K).to(torch.float8_e4m3fn) if end else bf16(N, K) for _ in range(3)]
     rest = [bf16(n) if biases else None for n in (N, N, K)]
     return FFN(*weights, *rest, *(torch.ones(n) if end else None for n in (N, N, K)))
+
+
+def ways_by_tokens(limits: Limits, *, N: int, K: int, end: str = "") -> Iterator[str]:
+    """The table for one FFN, a line for each range of numbers of tokens; `end` as in `Problem`."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for M in (*range(1, FEW_TOKENS + 2), 4096, 4097):
+        problem = Problem(M, N, K, limits, end=end)
+        found.setdefault(tuple(way.name for way in ways_of("auto", problem)), []).append(M)
+    for names, tokens in found.items():
+        last = "" if tokens[-1] == 4097 else f" to {tokens[-1]}"
+        yield f"{tokens[0]}{last or ' and more'} tokens: {', '.join(names)}"
 
 
 class Map:

@@ -71,7 +71,7 @@ def test_a_bare_machine(play, monkeypatch):
     monkeypatch.setattr(twell_nvrtc, "find_nvrtc", lambda: None)
     found = {finding.name: finding for finding in doctor().machine}
     states = {name: finding.state for name, finding in found.items()}
-    nothing = ("driver", "GPU", "CuPy", "NVRTC", "variables", "kernels", "ways", "vLLM")
+    nothing = ("driver", "GPU", "CuPy", "NVRTC", "variables", "kernels", "vLLM")
     assert states == dict.fromkeys(nothing, "none") | dict.fromkeys(
         ("libraries", "cache", "works"), "ok"
     )
@@ -180,21 +180,6 @@ def test_which_kernels_run(gpus):
     gpus(HOPPER, ampere)
     found = kernels_here.find_kernels(GPU)
     assert found.what.startswith("kernels of sm_90a, kernels of sm_80, for few tokens, loaded ")
-
-
-def test_the_ways_of_an_ffn(gpus):
-    gpus(HOPPER)
-    found = kernels_here.find_ways(kernels_here.find_kernels(GPU))
-    assert found.what.startswith("of an FFN 2048 x 5632: 1 to 3 tokens: union, dense;")
-    of_bf16, of_fp8 = found.what.split(". In FP8: ")
-    assert of_bf16.endswith("; 4097 and more tokens: lists, dense")
-    assert of_fp8.split("; ") == [
-        "1 to 3 tokens: union, dense",
-        "4 to 64 tokens: pairs, union, dense",
-        "65 to 4096 tokens: walk_gate, lists, dense",
-        "4097 and more tokens: lists, dense",
-    ]
-    assert kernels_here.find_ways(Finding("kernels", "none", "none")).state == "none"
 
 
 def test_why_no_kernels_run(gpus, monkeypatch):

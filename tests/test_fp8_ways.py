@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from launched import ways_by_tokens
 from test_fp8 import spread, weight_of
 from test_ways import A100, H200, L4, OF_HOPPER, as_on_an_h200
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, joined
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_ways import WAYS, Problem, Way, dense_products, ways_by_tokens, ways_of
+from twellctl.bundle.twell_ways import WAYS, Problem, Way, dense_products, ways_of
 
 B200 = Limits(148, 232448, (10, 0))
 K, N = 128, 256

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched import ways_by_tokens
 
 from twellctl.bundle import twell_route, twell_ways
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_route import Choice, Kind, choose
-from twellctl.bundle.twell_ways import WAYS, Problem, by_rule, run_by_route, ways_by_tokens, ways_of
+from twellctl.bundle.twell_ways import WAYS, Problem, by_rule, run_by_route, ways_of
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))

@@ -8,7 +8,7 @@ from pathlib import Path
 from twellctl.bundle.twell_config import least_sharpness
 from twellctl.errors import TwellError, first_line
 from twellctl.files.strict_json import read_json
-from twellctl.here.kernels import find_cache, find_kernels, find_nvrtc, find_variables, find_ways
+from twellctl.here.kernels import find_cache, find_kernels, find_nvrtc, find_variables
 from twellctl.here.machine import (
     Finding,
     find_cupy,
@@ -51,8 +51,7 @@ def doctor(
         note("loading the kernels; the first time they are compiled, some ten seconds")
     kernels = find_kernels(gpu)
     works = _works(libraries, gpu, kernels, variables)
-    ways, cache = find_ways(kernels), find_cache()
-    found = (*found, variables, kernels, ways, cache, find_vllm(), works)
+    found = (*found, variables, kernels, find_cache(), find_vllm(), works)
     return Diagnosis(found, () if model is None else _find_folder(model))
 
 

@@ -7,7 +7,7 @@ decides. `run_by_route` computes an FFN so.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_e4m3 import dense_e4m3_ffn, fp8_weights
-from .twell_few import FEW_TOKENS, few_pairs, few_union, takes_few
+from .twell_few import few_pairs, few_union, takes_few
 from .twell_few_walk import suits_few_walk, takes_few_walk
 from .twell_format import fires
 from .twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear
@@ -139,17 +139,6 @@ def _pays(way: Way, problem: Problem, density: float | None) -> bool:
         fires_little = density is None or density < FEW_DENSE_FROM
         return way.name == "pairs" or (problem.M <= FEW_SPARSE_UPTO and fires_little)
     return problem.M > SPARSE_ABOVE and (density is None or density < DENSE_FROM)
-
-
-def ways_by_tokens(limits: Limits, *, N: int, K: int, end: str = "") -> Iterable[str]:
-    """The table for one FFN, a line for each range of numbers of tokens; `end` as in `Problem`."""
-    found: dict[tuple[str, ...], list[int]] = {}
-    for M in (*range(1, FEW_TOKENS + 2), 4096, 4097):
-        problem = Problem(M, N, K, limits, end=end)
-        found.setdefault(tuple(way.name for way in ways_of("auto", problem)), []).append(M)
-    for names, tokens in found.items():
-        last = "" if tokens[-1] == 4097 else f" to {tokens[-1]}"
-        yield f"{tokens[0]}{last or ' and more'} tokens: {', '.join(names)}"
 
 
 _SAMPLED_ROWS = 4096

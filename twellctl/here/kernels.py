@@ -12,7 +12,6 @@ from twellctl.errors import first_line
 from twellctl.here.machine import Finding, install_advice
 
 VARIABLES = ("TWELL_CACHE_DIR", "TWELL_ROUTE")
-_USUAL = (2048, 5632)  # hidden size and neurons of an FFN to tell the ways of
 _PROBE = {"probe.cu": b'extern "C" __global__ void probe() {}'}
 
 
@@ -75,25 +74,6 @@ def _load_kernels() -> Finding:
     if "ok" in states:
         told.append(f"loaded in {time.perf_counter() - start:.1f} s")
     return Finding("kernels", min(states, key=("bad", "ok", "none").index), ", ".join(told))
-
-
-def find_ways(kernels: Finding) -> Finding:
-    """The ways of an FFN that "auto" measures on the first GPU, by numbers of tokens."""
-    if kernels.state != "ok":
-        return Finding("ways", "none", "dense, in plain PyTorch")
-    try:
-        from twellctl.bundle.twell_launch import device_limits
-        from twellctl.bundle.twell_spec import E4M3_END
-        from twellctl.bundle.twell_ways import ways_by_tokens
-
-        K, N = _USUAL
-        limits, sizes = device_limits(0), {"N": N, "K": K}
-        found = f"of an FFN {K} x {N}: " + "; ".join(ways_by_tokens(limits, **sizes))
-        if limits.capability >= (8, 9):
-            found += ". In FP8: " + "; ".join(ways_by_tokens(limits, **sizes, end=E4M3_END))
-        return Finding("ways", "ok", found)
-    except Exception as error:  # whatever a driver may say
-        return Finding("ways", "none", f"not looked for: {first_line(error)}")
 
 
 def find_cache() -> Finding:
