@@ -191,7 +191,6 @@ def test_the_verdict_is_of_tasks_where_there_are_enough(
     done = evaluate(relu_llama, reference=silu_llama, tasks=file)
     assert (done.verdict.step, done.verdict.kept) == (3, 0.75)
     assert "90 tasks solved, 120 by the reference: 75% kept" in str(done.verdict)
-    assert done.tasks[0].commonest == 1
     assert done.answers.answers == 64
     fewer = evaluate(relu_llama, reference=silu_llama, tasks=file, limit=50)
     assert "of 500 together" in fewer.verdict.because

@@ -66,8 +66,7 @@ def answer(
         acc_norm.append(_is_right(means, question))
         num_cut += any([next(cut) for _ in question.choices])
     options = tuple(len(question.choices) for question in task.questions)
-    answers = tuple(question.choices[question.gold] for question in task.questions)
-    return Marks(task.name, tuple(acc), answers, tuple(acc_norm), num_cut, options=options)
+    return Marks(task.name, tuple(acc), tuple(acc_norm), num_cut, options=options)
 
 
 def log_likelihoods(

@@ -117,14 +117,13 @@ class Lost:
 class Marks:
     """Right (1) or wrong (0), a question each, in order; `kind` as of a `Task`.
 
-    `answers` are those that are right, of "tests" none. Of choices `options`: how many each had,
-    and `cut`: questions that were longer than the context, and lost their beginning. In its own
-    words `asked` and `texts`, the model's answers, `cut` of which were not at their end.
+    Of choices `options`: how many each had, and `cut`: questions that were longer than the context,
+    and lost their beginning. In its own words `asked` and `texts`, the model's answers, `cut` of
+    which were not at their end.
     """
 
     task: str
     acc: tuple[float, ...]
-    answers: tuple[str, ...] = ()
     acc_norm: tuple[float, ...] | None = None
     cut: int = 0
     kind: str = "choices"
@@ -190,7 +189,7 @@ class AnswerScore:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One task: `chance` is what guessing gets, `commonest` what one and the same answer gets.
+    """One task: `chance` is what guessing gets.
 
     `difference` is the model's accuracy less the reference's. Of answers in its own words, whose
     `kind` is not "choices": `right` by question, and against the reference how many were `won` and
@@ -201,7 +200,6 @@ class TaskResult:
     task: str
     questions: int
     chance: float
-    commonest: float
     cut: int
     accuracy: Accuracy
     reference: Accuracy | None = None
@@ -227,7 +225,6 @@ class TaskResult:
     def of(cls, marks: Marks, reference: Marks | None = None) -> Self:
         """In its own words nothing is got by guessing."""
         count, is_written = len(marks.acc), marks.kind != "choices"
-        same = marks.answers.count(statistics.mode(marks.answers)) if marks.answers else 0
         beside: dict[str, Any] = {}
         if reference is not None:
             beside = {"reference": reference.accuracy, "difference": marks.less(reference)}
@@ -238,7 +235,6 @@ class TaskResult:
             task=marks.task,
             questions=count,
             chance=sum(1 / num for num in marks.options) / count,
-            commonest=same / count,
             cut=marks.cut,
             accuracy=marks.accuracy,
             kind=marks.kind,
@@ -258,7 +254,6 @@ class TaskResult:
             task="mean",
             questions=sum(task.questions for task in tasks),
             chance=statistics.fmean(task.chance for task in tasks),
-            commonest=statistics.fmean(task.commonest for task in tasks),
             cut=sum(task.cut for task in tasks),
             accuracy=mean("accuracy"),
             reference=mean("reference"),

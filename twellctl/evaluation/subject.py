@@ -43,7 +43,6 @@ class Wrote:
                 Marks(
                     task.name,
                     questions.right(task.questions, texts, progress),
-                    () if task.kind == "tests" else tuple(q.answer for q in task.questions),
                     cut=sum(not answer.ended for answer in ours),
                     kind=task.kind,
                     asked=tuple(question.prompt for question in task.questions),

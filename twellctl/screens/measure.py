@@ -204,14 +204,8 @@ def _tasks(result: Any, tasks: list[Any]) -> None:
                 f"{task.task}: {task.cut} of {task.questions} questions are longer than the "
                 "model's context and lost their beginning"
             )
-    if guessed := [task.task for task in tasks if not _is_above(task, task.chance)]:
+    if guessed := [task.task for task in tasks if _is_guessed(task)]:
         ui.note(f"no better than guessing, by {ABOVE} standard errors: {', '.join(guessed)}")
-    others = [task for task in tasks if task.task not in guessed]
-    if constant := [task.task for task in others if not _is_above(task, task.commonest)]:
-        ui.note(
-            f"no better than one answer to all questions, by {ABOVE} standard errors: "
-            f"{', '.join(constant)}"
-        )
 
 
 def _cells(accuracy: Any, sign: str = "") -> list[str]:
@@ -225,7 +219,7 @@ def _percent(mean: Any, sign: str = "") -> str:
     return f"{100 * mean.mean:{sign}.1f}{error}"
 
 
-def _is_above(task: Any, share: float) -> bool:
-    means = (task.accuracy.acc, task.accuracy.acc_norm)
+def _is_guessed(task: Any) -> bool:
+    chance, means = task.chance, (task.accuracy.acc, task.accuracy.acc_norm)
     best = max(mean.mean for mean in means if mean is not None)
-    return best - share > ABOVE * math.sqrt(share * (1 - share) / task.questions)
+    return best - chance <= ABOVE * math.sqrt(chance * (1 - chance) / task.questions)
