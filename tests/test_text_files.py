@@ -63,19 +63,10 @@ def test_lines_of_a_txt_file_end_as_in_unix(tmp_path):
 def test_a_file_that_is_one_array(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
     assert list(read_texts([str(tmp_path / "a.json")], "text")) == ["one", "two"]
-    (tmp_path / "a.json").write_text(content.replace("}", "", 1))
-    with pytest.raises(TwellError, match=r"a\.json, entry 0 is not valid JSON"):
-        list(read_texts([str(tmp_path / "a.json")], "text"))
-    (tmp_path / "a.json").write_text(content[: content.rindex("]")])
-    with pytest.raises(TwellError, match=r"a\.json ends in the middle of its array"):
-        list(read_texts([str(tmp_path / "a.json")], "text"))
-
-
-def test_an_array_larger_than_what_is_read_at_a_time(tmp_path):
-    texts = ["é" * size for size in (1, 70_000, 3, 200_000, 5)] * 3
-    content = json.dumps([{"text": text} for text in texts], indent=1, ensure_ascii=False)
-    (tmp_path / "a.json").write_text(content)
-    assert list(read_texts([str(tmp_path / "a.json")], "text")) == texts
+    for broken in (content.replace("}", "", 1), content[: content.rindex("]")]):
+        (tmp_path / "a.json").write_text(broken)
+        with pytest.raises(TwellError, match=r"a\.json is not valid JSON .*: fetch it again"):
+            list(read_texts([str(tmp_path / "a.json")], "text"))
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

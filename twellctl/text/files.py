@@ -1,10 +1,9 @@
-"""Text files: which there are, and their rows one by one, in bounded memory.
+"""Text files: which there are, and their rows one by one, in bounded memory but for JSON arrays.
 
 What cannot be read ends in a `TwellError` that names file and line.
 """
 
 import codecs
-import json
 import os
 from collections.abc import Iterator
 from itertools import chain
@@ -156,44 +155,12 @@ def _begins_array(path: Path) -> bool:
 
 
 def _read_array(path: Path) -> Iterator[tuple[str, Any]]:
-    """The entries of a file that is one JSON array."""
-    decoder, reader = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder()
-    held, number, failed_at = "", 0, 0
-    begun = False
-    for block in chain(_blocks(path), [b""]):
-        try:
-            held += decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            raise _no_utf8(f"{path}, entry {number}", error.start) from error
-        if block and len(held) < 2 * failed_at:  # or a long entry would be read again and again
-            continue
-        at = 0
-        while True:
-            at = _past(held, at, " \t\r\n" + ("," if begun else "["))
-            begun = begun or at > 0
-            if at >= len(held):
-                break
-            if held[at] == "]":
-                return
-            where = f"{path}, entry {number}"
-            try:
-                _, end = reader.raw_decode(held, at)
-                row = parse_json(held[at:end], finite=False)
-            except (ValueError, RecursionError) as error:
-                if block and len(held) - at <= _LONGEST_ROW:  # the rest of it is to come
-                    break
-                raise TwellError(f"{where} is not valid JSON ({reason(error)})") from error
-            yield where, row
-            at, number = end, number + 1
-        held = held[at:]
-        failed_at = len(held)
-    raise TwellError(f"{path} ends in the middle of its array: fetch it again")
-
-
-def _past(text: str, at: int, skipped: str) -> int:
-    while at < len(text) and text[at] in skipped:
-        at += 1
-    return at
+    """The entries of a file that is one JSON array, which is read as a whole."""
+    try:
+        rows = parse_json(_decoded(b"".join(_blocks(path)), str(path)), finite=False)
+    except ValueError as error:
+        raise TwellError(f"{path} is not valid JSON ({reason(error)}): fetch it again") from error
+    yield from ((f"{path}, entry {number}", row) for number, row in enumerate(rows))
 
 
 def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
