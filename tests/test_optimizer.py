@@ -5,12 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.training import optimizer
-from twellctl.training.optimizer import ADAMW_SIZE, Muon, make_optimizer, orthogonal, slow_on_cpu
+from twellctl.training.optimizer import ADAMW_SIZE, Muon, make_optimizer, orthogonal
 
 EMBEDDINGS = ("embed_tokens", "lm_head")
 ARGUMENTS = SimpleNamespace(
@@ -121,22 +120,3 @@ def test_rows_of_tokens_that_are_hardly_there_stay(make_model, kind, tied):
     sizes = {id(p): group["eps"] for group in others for p in group["params"]}
     held = [id(p) for p in embeddings]
     assert all((sizes[number] > 1e-5) == (number in held) for number in sizes)
-
-
-@pytest.mark.parametrize(
-    ("kind", "blocks", "adapter", "said"),
-    [
-        ("muon", 4, "", True),
-        ("muon", 40, "", False),
-        ("muon", 4, "lora_A.", False),
-        ("adamw", 4, "", False),
-    ],
-)
-def test_muon_with_few_tokens_a_step_is_said_to_be_slow(kind, blocks, adapter, said):
-    model = SimpleNamespace(config=SimpleNamespace(hidden_size=64), device=torch.device("cpu"))
-    trained = [(f"model.layers.0.{adapter}weight", nn.Parameter(torch.zeros(2, 2)))]
-    model.named_parameters = lambda: trained
-    found = slow_on_cpu(model, kind, 16 * blocks)
-    assert (found is not None) == said
-    if said:
-        assert "some 128 tokens do, and a step has 64: --optimizer adamw" in found

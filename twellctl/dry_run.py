@@ -37,7 +37,6 @@ from twellctl.text.blocks import Blocks, read_blocks, token_stream, write_tokens
 from twellctl.text.reading import estimated_text_bytes, read_texts, text_files
 from twellctl.training.build import build_trainer, for_model, micro_batch, steps_of
 from twellctl.training.memory import least_bytes, shards_on_several, total_bytes
-from twellctl.training.optimizer import slow_on_cpu
 from twellctl.training.processes import as_launched, check_same, from_all, in_all
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, check_report_to, public_recipe, settings
@@ -209,7 +208,7 @@ def _measure_what_fits(
         if num_processes == 1 and least > total_bytes():
             continue
         try:
-            return changes, _measure(checkpoint, changed, *how, note)
+            return changes, _measure(checkpoint, changed, *how)
         except torch.OutOfMemoryError:
             pass  # the error holds the tensors of its frames
         note(f"out of {_memory()} {f'with {as_flags(changes)}' if changes else 'as asked'}")
@@ -240,7 +239,6 @@ def _measure(
     blocks: np.ndarray,
     folder: Path,
     doing: Callable[[str], None],
-    note: Callable[[str], None],
 ) -> dict[str, object]:
     """Of some steps, of one or two parts."""
     num_processes = PartialState().num_processes
@@ -253,8 +251,6 @@ def _measure(
     teacher, data = choose_teacher(checkpoint, recipe), (Blocks(blocks[: STEPS * size]), None)
     probe = dataclasses.replace(recipe, **short)
     trainer = build_trainer(checkpoint, teacher, probe, folder, data, Progress())
-    if said := slow_on_cpu(trainer.model, recipe.optimizer, recipe.step_tokens):
-        note(said)
     trainer.muon.allocate()  # else recorded parts would have gone before it, and not count again
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

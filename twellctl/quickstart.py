@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from twellctl.convert import convert
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.files.home import from_home
 from twellctl.files.outputs import not_ours_in_model, staged
@@ -71,7 +71,6 @@ def quickstart(
     out: str | Path,
     *,
     overwrite: bool = False,
-    seed: int = 0,
     note: Callable[[str], None] = lambda title: None,
     progress: Bar = lambda what: contextlib.nullcontext(lambda done, total: None),
     run: Progress | None = None,
@@ -82,13 +81,11 @@ def quickstart(
     what fine-tuning reports.
     """
     out = from_home(out)
-    if not 0 <= seed < 2**32:
-        raise UsageError(f"seed must be 0 to {2**32 - 1}, got {seed}")
     torch.set_num_threads(1)  # so small a model gains little from more, and loses when it is busy
     try:
         how = {"overwrite": overwrite, "not_ours": lambda old: not_ours_in_model(old / "export")}
         with staged(out, **how) as stage:
-            tuned, text = _whole_job(stage, seed, note, progress, run)
+            tuned, text = _whole_job(stage, note, progress, run)
     except Interrupted:
         raise KeyboardInterrupt from None  # its checkpoint went with the rest
     return QuickStarted(
@@ -104,16 +101,16 @@ def quickstart(
 
 
 def _whole_job(
-    out: Path, seed: int, note: Callable[[str], None], progress: Bar, run: Progress | None
+    out: Path, note: Callable[[str], None], progress: Bar, run: Progress | None
 ) -> tuple[FineTuned, str]:
     """Everything, into the folder `out`; how fine-tuning ended, and what the export writes."""
     _write_corpus(out)
     note("training a SiLU model of half a million parameters on Python's own source")
-    _train_silu(out, seed, progress)
+    _train_silu(out, progress)
     note("convert: a ReLU model is fitted, layer by layer, without training")
     convert(out / "silu", out / "relu", data=[str(out / "train.jsonl")], **FIT)
     note("finetune: a price on what fires, the SiLU model as teacher")
-    tuned = _sparsify(out, seed, run)
+    tuned = _sparsify(out, run)
     note("profile: which neurons fire")
     found = profile(out / "sparse", [str(out / "val.jsonl")], windows=64, seq_len=SEQ_LEN)
     found = dataclasses.replace(found, model="sparse", data=("val.jsonl",))  # as OUT has them
@@ -157,16 +154,16 @@ def _train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, bos_token=END)
 
 
-def _train_silu(out: Path, seed: int, progress: Bar) -> None:
+def _train_silu(out: Path, progress: Bar) -> None:
     """Pretrain the tiny SiLU Llama into `out/silu`."""
     train = [str(out / "train.jsonl")]
     tokenizer = _train_tokenizer(read_texts(train, "text"))
     write_tokens(token_stream(read_texts(train, "text"), tokenizer), out / "tokens.bin")
     blocks = Blocks(read_blocks(out / "tokens.bin", SEQ_LEN))
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = LlamaForCausalLM(_tiny_config()).to(default_device())
     with progress("steps") as show:
-        _pretrain(model, blocks, seed, show)
+        _pretrain(model, blocks, show)
     with quiet_transformers():
         model.save_pretrained(out / "silu")
         tokenizer.save_pretrained(out / "silu")
@@ -189,12 +186,10 @@ def _tiny_config() -> LlamaConfig:
     )
 
 
-def _pretrain(
-    model: PreTrainedModel, blocks: Blocks, seed: int, progress: Callable[[int, int], None]
-) -> None:
+def _pretrain(model: PreTrainedModel, blocks: Blocks, progress: Callable[[int, int], None]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS, pct_start=0.1)
-    order = np.random.default_rng(seed).integers(0, len(blocks), (STEPS, BATCH))
+    order = np.random.default_rng(0).integers(0, len(blocks), (STEPS, BATCH))
     for done, picked in enumerate(order, 1):
         ids = torch.stack([blocks[i]["input_ids"] for i in picked]).to(model.device)
         logits = model(input_ids=ids, use_cache=False).logits
@@ -207,12 +202,11 @@ def _pretrain(
         progress(done, STEPS)
 
 
-def _sparsify(out: Path, seed: int, run: Progress | None) -> FineTuned:
+def _sparsify(out: Path, run: Progress | None) -> FineTuned:
     flags: dict[str, Any] = {
         "data": [str(out / "train.jsonl")],
         "eval_data": [str(out / "val.jsonl")],
         "teacher": str(out / "silu"),
-        "seed": seed,
     }
     recipe = resolve_recipe("quickstart", flags)
     return finetune(out / "relu", out / "sparse", recipe, progress=run)

@@ -80,7 +80,6 @@ class Going:
     share: float
     drawn: int
     seconds: float
-    is_relu: bool = False
 
 
 def write(

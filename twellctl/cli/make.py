@@ -199,7 +199,6 @@ def export(
 
 def quickstart(
     out: Annotated[Path, typer.Option(help="The folder to write.")],
-    seed: Annotated[int, typer.Option(help="Seed of everything drawn.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:
     """Do the whole job on a tiny model.
@@ -215,4 +214,4 @@ def quickstart(
         ui.note(f"- {title}")
 
     shown = {"note": note, "progress": ui.progress, "run": RunScreen("nothing will be kept")}
-    screen.quickstarted(run(out, overwrite=overwrite, seed=seed, **shown))
+    screen.quickstarted(run(out, overwrite=overwrite, **shown))

@@ -26,7 +26,7 @@ from twellctl.text.blocks import Blocks
 from twellctl.training.l1_schedule import L1Schedule
 from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
 from twellctl.training.memory import is_to_be_sharded
-from twellctl.training.optimizer import default_rate, make_optimizer, slow_on_cpu
+from twellctl.training.optimizer import default_rate, make_optimizer
 from twellctl.training.priced_gates import PricedGates
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe
@@ -152,7 +152,7 @@ def build_trainer(
         checkpoint_activations(model)
     model.get_input_embeddings().register_forward_hook(in_autocast_dtype)
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
-    _note_what_is_slow(model, recipe, arguments, progress)
+    _note_what_is_slow(recipe, arguments, progress)
     if (taught_by := teacher and teacher.load(sharded)) is not None:
         without_mask(taught_by, recipe.seq_len)
     target = None if recipe.l1_schedule == "constant" else recipe.density
@@ -219,9 +219,7 @@ def _with_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
         return get_peft_model(model, config)
 
 
-def _note_what_is_slow(
-    model: PreTrainedModel, recipe: Recipe, arguments: TrainingArguments, progress: Progress
-) -> None:
+def _note_what_is_slow(recipe: Recipe, arguments: TrainingArguments, progress: Progress) -> None:
     num_gpus = torch.cuda.device_count()
     if arguments.world_size == 1 < num_gpus:
         progress.note(
@@ -234,8 +232,6 @@ def _note_what_is_slow(
             f"{micro} blocks at once, for micro-batch-size {recipe.micro_batch_size}: they must "
             f"divide the {micro * parts} that a process takes in a step"
         )
-    if said := slow_on_cpu(model, recipe.optimizer, recipe.step_tokens):
-        progress.note(said)
 
 
 def _states(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint
@@ -286,23 +286,6 @@ def default_rate(checkpoint: Checkpoint) -> float:
         )
     share = 1.0 if checkpoint.is_only_converted else OF_WHAT_WORKS
     return float(f"{share * RATE_BY_SIZE * math.sqrt(squares / count):.1e}")
-
-
-def slow_on_cpu(model: PreTrainedModel, kind: str, step_tokens: int) -> str | None:
-    """What to say where Muon would be more than a third of a step: its time is by the step.
-
-    It takes about as long as two tokens for each of the hidden size: of 29 million parameters (512)
-    1.5 to 2.1 s on two cores, as long as 850 to 1150 tokens.
-    """
-    as_tokens = 2 * model.config.hidden_size
-    if kind != "muon" or model.device.type != "cpu" or 2 * as_tokens <= step_tokens:
-        return None
-    if not any(p.requires_grad and _is_inside(n, p) for n, p in model.named_parameters()):
-        return None
-    return (
-        f"Muon takes as long here as some {as_tokens} tokens do, and a step has {step_tokens}: "
-        "--optimizer adamw, or a larger --batch-size, trains on more tokens a second"
-    )
 
 
 def _is_inside(name: str, parameter: nn.Parameter) -> bool:

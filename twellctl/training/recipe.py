@@ -104,7 +104,7 @@ class Recipe:
     optimizer: str = setting(
         "muon",
         "muon: Muon for the matrices of the layers, AdamW at half the rate for the rest. adamw: "
-        "AdamW for all, faster on a CPU where a step has few tokens (a run says so).",
+        "AdamW for all, faster on a CPU where a step has few tokens.",
         choices=("muon", "adamw"),
     )
     learning_rate: float | None = setting(
