@@ -49,9 +49,11 @@ from twellctl.training.recipe import settings as settings_of
 from twellctl.training.sharded_weights import write_sharded
 from twellctl.training.sparsity_callback import NoStepLeft, SparsityCallback
 from twellctl.training.teacher import Teacher, answers_of_run, choose_teacher
+from twellctl.training.termination import answered
 from twellctl.training.trainer import SparseTrainer
 
 WORSE = 0.1  # nats that a run which ends worse than guessing may have lost
+_LOST = "another process of this run has ended; "
 PATIENCE = timedelta(days=1)  # the other processes wait while the first one tokenises
 
 
@@ -115,7 +117,8 @@ def finetune(
     check_report_to(recipe.report_to)
     inputs = runs.run_inputs(model, recipe, recipe_file)
     world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
-    progress = progress if progress and world.is_main_process else Progress()
+    progress = progress or Progress()
+    progress = progress if world.is_main_process else progress.of_another()
     how = {"resume": resume, "overwrite": overwrite}
     asked = settings_of(public_recipe(recipe)) | how
     processes.check_same(asked, "start all with the same command")
@@ -155,13 +158,15 @@ def _finetune(
     )
     blocks = processes.in_all(lambda: runs.run_blocks(run, recipe))
     world.wait_for_everyone()  # from here on a process that fails may remove the folder
+    together, tell = world.num_processes > 1, partial(_tell_of_the_lost, run, progress)
     with quiet_transformers(), quiet_compiler(), processes.told_once():
         try:
             progress.doing("loading the model")
             trainer = build_trainer(checkpoint, teacher, recipe, run, blocks, progress)
-            result = _train(trainer, out, run, recipe, progress)
-            progress.doing(f"writing {out}")
-            result = _save(trainer, checkpoint, teacher, recipe, run, result, claim, progress)
+            with answered(tell) if together else contextlib.nullcontext():
+                result = _train(trainer, out, run, recipe, progress)
+                progress.doing(f"writing {out}")
+                result = _save(trainer, checkpoint, teacher, recipe, run, result, claim, progress)
         except torch.OutOfMemoryError as error:
             raise TwellError(
                 "out of GPU memory: lower --micro-batch-size, or add --gradient-checkpointing or "
@@ -175,7 +180,7 @@ def _finetune(
                 raise
             if not processes.is_first_to_tell():
                 raise SystemExit(1) from error
-            raise LostProcess(f"another process of this run has ended; {_kept(run)}") from error
+            raise LostProcess(_LOST + _kept(run)) from error
         finally:
             if world.is_main_process and runs.last_checkpoint(run) is None:
                 runs.discard(run, out, progress.note)
@@ -254,6 +259,12 @@ def _refuse_diverged(first: float | None, last: float | None, vocabulary: int, r
             f"guessing has {guessing:.2f}: start again with --overwrite and a lower "
             f"--learning-rate (the checkpoints are in {run})"
         )
+
+
+def _tell_of_the_lost(run: Path, progress: Progress) -> None:
+    """Of a process that waits for one that is gone, and will be killed."""
+    if processes.is_first_to_tell():
+        progress.fail(_LOST + _kept(run))
 
 
 def _kept(run: Path) -> str:

@@ -17,7 +17,7 @@ class RunScreen(Progress):
     def __init__(self, checkpoint: str = "a checkpoint will be kept"):
         self.checkpoint = checkpoint
 
-    doing, note = staticmethod(ui.doing), staticmethod(ui.note)
+    doing, note, fail = staticmethod(ui.doing), staticmethod(ui.note), staticmethod(ui.fail)
 
     def stopping(self) -> None:
         text = f"stopping after this step; {self.checkpoint}; Ctrl-C once more stops now"
@@ -47,6 +47,15 @@ class RunScreen(Progress):
 
     def stop(self) -> None:
         ui.activity.over()
+
+    def of_another(self) -> Progress:
+        return _Errors()
+
+
+class _Errors(Progress):
+    """Shows why a process ends, and nothing else."""
+
+    fail = staticmethod(ui.fail)
 
 
 class _Show(TrainerCallback):

@@ -16,6 +16,9 @@ class Progress:
     def note(self, text: str) -> None:
         """Receives something for a line of its own."""
 
+    def fail(self, text: str) -> None:
+        """Receives why this process ends, where no error can be raised."""
+
     def stopping(self) -> None:
         """Answers a first Ctrl-C, in the middle of a step."""
 
@@ -30,3 +33,7 @@ class Progress:
 
     def stop(self) -> None:
         """The run is over."""
+
+    def of_another(self) -> "Progress":
+        """The display of a process that is not the first."""
+        return Progress()
