@@ -9,7 +9,7 @@ def layer(density: float, **changes) -> LayerProfile:
     """A layer whose tokens all fire about so many neurons."""
     nnz = round(density * SIZE)
     fields = {
-        "nnz_mean": density * SIZE, "nnz_p50": nnz,
+        "nnz_mean": density * SIZE, "nnz_p10": nnz // 2, "nnz_p50": nnz, "nnz_p90": 2 * nnz,
         "nnz_p99": 3 * nnz, "nnz_max": 4 * nnz, "density": density, "dead": 20, "slots": 32,
         "overflow": 0.0005, "largest_gate": 0.0, "largest_hidden": 0.0,
     }  # fmt: skip

@@ -88,7 +88,14 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
         assert words in text, words
     assert front["tags"] == ["twell", "sparse", "relu"]
     assert front["pipeline_tag"] == "text-generation"
-    assert ModelCard.load(tmp_path / "out" / "README.md").data.tags == front["tags"]  # on the hub
+    read = ModelCard.load(tmp_path / "out" / "README.md").data.eval_results  # as the hub reads it
+    values = {(one.dataset_name, one.metric_type): one.metric_value for one in read}
+    wanted = {("held-out text", "cross-entropy"): report["cross_entropy"]}
+    wanted[("held-out text", "density")] = report["density"]
+    wanted[("text of its profile", "density")] = measured.density
+    wanted[("text of its evaluation", "cross-entropy")] = 2.25
+    wanted |= {("arc_easy", "acc_norm"): 0.625, ("humaneval", "acc"): 0.5}
+    assert values == pytest.approx(wanted, abs=1e-6)
 
 
 def test_figures_that_no_run_has_are_not_shown(sparse, tmp_path):
@@ -133,7 +140,8 @@ def test_an_exports_export_keeps_what_the_run_was_told(sparse, tmp_path):
 
 def test_what_was_not_measured_is_not_there(silu_llama, tmp_path, text_file):
     convert(silu_llama, tmp_path / "relu")
-    _, text = card_of(tmp_path / "relu")
+    front, text = card_of(tmp_path / "relu")
+    assert "model-index" not in front
     assert "## What it writes\n\nNobody has measured it: " in text
     for title in ("Losses", "Tasks", "Speed", "Recipe"):
         assert f"## {title}" not in text
@@ -186,6 +194,10 @@ def test_what_eval_writes_goes_into_the_card(
     loss = found["text"]["score"]["cross_entropy"]
     text = card_of(tmp_path / "out")[1]
     assert f"| this model | text of its evaluation | {loss:.4f} |" in text
+    read = ModelCard.load(tmp_path / "out" / "README.md").data.eval_results
+    of_text = {r.metric_type: r.metric_value for r in read if "evaluation" in r.dataset_name}
+    wanted = {"cross-entropy": loss, "density": found["text"]["density"]}
+    assert of_text == pytest.approx(wanted, abs=1e-6)
     assert "| sums | acc_norm | 3 | 50.0% |" in text
     code, _, err = cli("export", relu_llama, tmp_path / "other", "--eval", judged)
     assert (code, "is of another model" in err[0]) == (1, True)

@@ -228,6 +228,7 @@ def test_a_profile_of_the_model_goes_along(relu_models, text_file, tmp_path):
     card = (tmp_path / "out/README.md").read_text()
     assert "Figures below were measured before that rounding" in card
     assert "compressed-tensors" in card
+    assert "model-index" not in card  # hubs would take the figures for those of these weights
 
 
 TAKE = "is quantised already (FP8): take the model that it was exported from, 'model'"

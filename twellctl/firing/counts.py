@@ -113,7 +113,7 @@ class LayerCount:
         avoidable = (beyond - self.not_finite)[SLOTS_STEP::SLOTS_STEP]
         fit = (avoidable <= MAX_OVERFLOW * num_rows).nonzero().flatten()
         slots = self.tile if not len(fit) else min(self.tile, SLOTS_STEP * (int(fit[0]) + 1))
-        percents = {p: int((reached < p / 100 * num_rows).sum()) for p in (50, 99)}
+        percents = {p: int((reached < p / 100 * num_rows).sum()) for p in (10, 50, 90, 99)}
         return LayerProfile(
             nnz_mean=mean,
             **{f"nnz_p{p}": count for p, count in percents.items()},

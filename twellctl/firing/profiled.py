@@ -33,6 +33,8 @@ class LayerProfile:
     dead: int
     slots: int
     overflow: float
+    nnz_p10: int
+    nnz_p90: int
     largest_gate: float
     largest_hidden: float
 

@@ -16,7 +16,7 @@ from twellctl.bundle.twell_config import is_fp8, is_silu_form, least_sharpness
 from twellctl.errors import TwellError, counted, encodable, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
-from twellctl.models.card_front import front_matter, is_plain, table
+from twellctl.models.card_front import Metric, cell, front_matter, is_plain, table
 from twellctl.models.card_speed import UNTIMED, speed
 from twellctl.models.carried import CARD, REPORT_FILE, json_object
 from twellctl.models.in_vllm import DENSELY, is_served_over_twell
@@ -123,7 +123,7 @@ def write_card(folder: Path, name: str, source: Path, **measured: Any) -> None:
     elif not figures.report and config["twell"]["source_act"] != "relu":
         state = _CONVERTED + state
     card = _CARD.format(
-        front=front_matter(base, source),
+        front=front_matter(name, base, source, [] if in_fp8 else _metrics(figures)),
         name=name,
         quoted=json.dumps(name, ensure_ascii=False),
         word=word,
@@ -150,6 +150,7 @@ def read_evaluation(path: Path, fingerprint: str) -> dict[str, Any]:
         figures = Figures({}, None, found)
         list(_sections(figures))
         _density({}, figures)
+        _metrics(figures)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TwellError(f"{path} is no whole evaluation ({reason(error)}): {again}") from error
     return found
@@ -270,6 +271,24 @@ def _recipe(report: dict[str, Any]) -> str | None:
     counts = [report.get(key) for key in ("num_steps", "num_tokens")]
     ran = ", {} steps, {} tokens".format(*counts) if {*map(type, counts)} == {int} else ""
     return "\n".join([f"`twellctl finetune`{ran}:", "", "```yaml", *lines, "```"])
+
+
+def _metrics(figures: Figures) -> list[Metric]:
+    """The figures that hubs show: loss, share of neurons that fire, accuracies."""
+    report, found = figures.report, []
+    texts = {_text_of(report): (report.get("cross_entropy"), report.get("density"))}
+    if figures.profile is not None:
+        texts["text of its profile"] = (None, figures.profile.density)
+    if judged := _judged_text(figures):
+        score = judged["score"]["cross_entropy"]
+        texts["text of its evaluation"] = (score, judged.get("density"))
+    for text, (loss, density) in texts.items():
+        found.append((text, "cross-entropy", "cross-entropy, nats a token", loss))
+        found.append((text, "density", "share of the neurons that fire", density))
+    for task in (figures.evaluation or {}).get("tasks") or []:
+        by = _judged_by(task)
+        found.append((cell(task["task"]), by, by, task["accuracy"][by]["mean"]))
+    return [Metric(text, by, about, value) for text, by, about, value in found if _is_number(value)]
 
 
 def _judged_text(figures: Figures) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The front matter of a model card, as hubs read it, and its tables: others' text means nothing."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,33 @@ _WEB = ("http://", "https://")
 _LONGEST = 500  # of what is taken from another's card
 
 
-def front_matter(base: str | None, source: Path) -> str:
-    """The lines between the rules: licence as in the card of `source`, base, tags."""
+@dataclass(frozen=True)
+class Metric:
+    """A figure as hubs show it: what was measured on which text or task."""
+
+    dataset: str
+    kind: str
+    name: str
+    value: float
+
+
+def front_matter(name: str, base: str | None, source: Path, metrics: Sequence[Metric]) -> str:
+    """The lines between the rules: licence as in the card of `source`, base, tags, metrics."""
     known = _licence(source)
     if base:
         known |= {"base_model": base, "base_model_relation": "finetune"}
     known |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": TAGS}
+    if metrics:
+        known["model-index"] = [{"name": name, "results": [_result(m) for m in metrics]}]
     return yaml.safe_dump(known, sort_keys=False, allow_unicode=True).rstrip("\n")
+
+
+def _result(metric: Metric) -> dict[str, Any]:
+    return {
+        "task": {"type": "text-generation"},
+        "dataset": {"type": metric.dataset, "name": metric.dataset},
+        "metrics": [{"type": metric.kind, "name": metric.name, "value": round(metric.value, 6)}],
+    }
 
 
 def _licence(source: Path) -> dict[str, Any]:
