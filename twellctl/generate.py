@@ -29,18 +29,18 @@ class Drawing:
 
     max_tokens: int | None = setting(
         None,
-        f"Tokens to write at most. [default: {MAX_TOKENS}, or what the context leaves]",
+        f"Most tokens to write. [default: {MAX_TOKENS}, or what the context leaves]",
         at_least=1,
     )
     temperature: float = setting(
-        0.0, "How freely tokens are drawn; 0 takes the likeliest each time.", at_least=0, at_most=2
+        0.0, "Sampling temperature; 0: always the likeliest token.", at_least=0, at_most=2
     )
     top_p: float = setting(
-        1.0, "Draw from the likeliest tokens that hold this probability.", at_least=0, at_most=1
+        1.0, "Sample from the likeliest tokens with this total probability.", at_least=0, at_most=1
     )
-    top_k: int = setting(0, "Draw from so many likeliest tokens; 0: all.", at_least=0)
+    top_k: int = setting(0, "Sample from this many likeliest tokens; 0: all.", at_least=0)
     seed: int | None = setting(
-        None, "Seed of the draw. [default: another each time]", at_least=-(2**63), at_most=2**63 - 1
+        None, "Random seed. [default: another each time]", at_least=-(2**63), at_most=2**63 - 1
     )
 
 
@@ -250,7 +250,7 @@ def _check_text(prompt: str | list[Message]) -> None:
 class Answering(Drawing):
     """As of `generate`, for answers that may be longer."""
 
-    max_tokens: int | None = setting(1024, "Tokens of an answer at most.", at_least=1)
+    max_tokens: int | None = setting(1024, "Most tokens per answer.", at_least=1)
 
 
 class Chat:

@@ -46,14 +46,14 @@ class Writing:
     )
     max_tokens: int | None = setting(
         None,
-        f"Tokens of an answer at most. [default: {MAX_TOKENS}, or what the context leaves]",
+        f"Most tokens per answer. [default: {MAX_TOKENS}, or what the context leaves]",
         at_least=1,
     )
     temperature: float = setting(
-        0.8, "How freely tokens are drawn. 0: the likeliest.", at_least=0, at_most=2
+        0.8, "Sampling temperature; 0: always the likeliest token.", at_least=0, at_most=2
     )
-    batch_size: int = setting(1024, "Texts to write at once, at most.", at_least=1)
-    seed: int = setting(0, "Seed of the draw.", at_least=0, at_most=2**31 - 1)
+    batch_size: int = setting(1024, "Most answers to write at once.", at_least=1)
+    seed: int = setting(0, "Random seed.", at_least=0, at_most=2**31 - 1)
 
 
 @dataclass(frozen=True)

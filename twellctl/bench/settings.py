@@ -17,7 +17,7 @@ CONTEXT = 2048  # of that of `bench decode`, at least
 def _config(layers: int = LLAMA_LAYERS) -> Any:
     return setting(
         None,
-        "A config.json, or a folder with one: random weights of its shape, with ReLU. Llama, "
+        "A config.json, or a folder with one: use random weights of its shape, with ReLU. Llama, "
         f"Mistral, Phi3, Qwen2 or Qwen3. [default: a Llama of 2048 x 5632, {layers} layers]",
         metavar="FILE",
     )
@@ -34,7 +34,7 @@ class AnyModel:
     _LENGTHS: ClassVar[tuple[str, ...]] = ()  # settings that make up the length of a text
 
     model: str | None = setting(
-        None, "A ReLU model folder, like an export; with --data.", flag="MODEL"
+        None, "A ReLU model folder, such as an export. Requires --data.", flag="MODEL"
     )
     data: tuple[str, ...] = setting(
         (), "Text for MODEL: jsonl, txt or parquet files, or folders. Repeatable."
@@ -42,17 +42,17 @@ class AnyModel:
     text_column: str = setting("text", "The column that holds the text.")
     config: str | None = _config()
     layers: int | None = setting(
-        None, "Layers of the random model, where its whole does not fit. [default: all]", at_least=1
+        None, "Layers of the random model, if all do not fit. [default: all]", at_least=1
     )
     quantize: str | None = setting(
         None,
-        "Round the weights as 'export --quantize' does, and run TwELL over these.",
+        "Round the weights as 'export --quantize' does, and run TwELL on them.",
         choices=QUANTIZE,
     )
-    dense_fp8: bool = setting(True, "Dense FP8 as a rival, where the GPU has it.")
-    seed: int = setting(0, "Seed of everything drawn.")
+    dense_fp8: bool = setting(True, "Also time dense FP8, if the GPU supports it.")
+    seed: int = setting(0, "Random seed.")
     device: str | None = setting(
-        None, "cuda, cuda:1 and so on; cpu only to try the command. [default: cuda]"
+        None, "cuda, cuda:1 and so on; cpu only for trying the command. [default: cuda]"
     )
 
     @property
@@ -101,14 +101,12 @@ class ModelSettings(AnyModel):
     _LENGTHS = ("seq_len",)
 
     config: str | None = _config(PREFILLED_LLAMA_LAYERS)
-    tokens: tuple[int, ...] = setting(
-        (131072, 256), "Tokens of one prefill. Repeatable.", at_least=1
-    )
-    seq_len: int = setting(2048, "Tokens of a sequence, at most.", at_least=1)
+    tokens: tuple[int, ...] = setting((131072, 256), "Tokens per prefill. Repeatable.", at_least=1)
+    seq_len: int = setting(2048, "Most tokens per sequence.", at_least=1)
     density: float = setting(
-        0.005, "Of the random model: share of the neurons that fire.", above=0, at_most=1
+        0.005, "Share of the random model's neurons that fire.", above=0, at_most=1
     )
-    rounds: int = setting(5, "Samples of each candidate; medians count.", at_least=1)
+    rounds: int = setting(5, "Samples per form; medians count.", at_least=1)
 
     def check(self) -> None:
         super().check()
@@ -144,24 +142,24 @@ class DecodeSettings(AnyModel):
 
     batches: tuple[int, ...] = setting(
         (1, 16),
-        f"Rows of a step, 1 to {MOST_ROWS}. Repeatable.",
+        f"Sequences decoded at once, 1 to {MOST_ROWS}. Repeatable.",
         flag="batch",
         at_least=1,
         at_most=MOST_ROWS,
     )
-    prompt_tokens: int = setting(64, "Tokens of each prompt.", at_least=1)
+    prompt_tokens: int = setting(64, "Tokens per prompt.", at_least=1)
     new_tokens: int = setting(
-        160, "Tokens after it; the last four fifths of the steps count.", at_least=10
+        160, "Tokens to decode; the last four fifths of the steps count.", at_least=10
     )
     gates: str = setting(
         SCREENED,
-        "screened: steps of one row in bf16, in one kernel, read of W_gate a copy in 4 bits and "
-        "the rows that it tells them to.",
+        "screened: for one sequence in bf16, if one kernel can run the step, read a 4-bit copy of "
+        "W_gate and only the rows that it selects. whole: read all of W_gate.",
         choices=GATES,
     )
     densities: tuple[float, ...] = setting(
         (0.02, 0.05, 0.1, 0.2),
-        "Share of the neurons that fire; 1 is all. Repeatable.",
+        "Share of the random model's neurons that fire; 1: all. Repeatable.",
         flag="density",
         above=0,
         at_most=1,

@@ -17,18 +17,18 @@ from twellctl.screens.bench import benched, decoded
 app = typer.Typer(
     callback=show_help,
     invoke_without_command=True,
-    help="Measure TwELL against the dense form, on this GPU.",
+    help="Compare the speed of TwELL with the dense form, on this GPU.",
 )
 
 
 @command(app, "bench model exported --data heldout.jsonl", name="model")
 def model(*, flags: Annotated[dict, ModelSettings], json: JsonFile = None) -> None:
-    """A whole model over TwELL against the dense one.
+    """Time a prefill of a whole model, with TwELL and dense.
 
-    The prefill of its body, without the LM head: eager and under torch.compile, the dense one in
-    FP8 too, all by turns in one run. The ratios are those of the fastest forms. Without MODEL it is
-    a random one. Attention is causal SDPA without a mask on every side. Below 8192 tokens CUDA
-    graphs are replayed, else plain calls are timed.
+    It times the model without its LM head, eager and under torch.compile, and dense in FP8 too. All
+    forms take turns in one run, and the ratios compare the fastest ones. Without MODEL, the model
+    is random. All forms use causal SDPA without a mask. Below 8192 tokens CUDA graphs are replayed;
+    above, plain calls are timed.
     """
     from twellctl.bench.model import bench_model
 
@@ -37,13 +37,13 @@ def model(*, flags: Annotated[dict, ModelSettings], json: JsonFile = None) -> No
 
 @command(app, "bench decode exported --data heldout.jsonl --batch 1", name="decode")
 def decode(*, flags: Annotated[dict, DecodeSettings], json: JsonFile = None) -> None:
-    """Token by token: a whole model dense and over TwELL.
+    """Time decoding token by token of a whole model, with TwELL and dense.
 
-    Both in the engine of serve-local, the dense form over kernels of its own for few tokens, in
-    bf16 and in FP8. All continue the same prompts greedily in
-    one run, and the medians of the last steps count. Without MODEL it is a random one, of the shape
-    of --config. Beside each figure stands its floor: the bytes that a step must read, at the speed
-    at which this device copies.
+    All forms run in the engine of serve-local. The dense form has its own kernels for few tokens,
+    in bf16 and in FP8. All continue the same prompts greedily in one run, and the medians of the
+    last steps count. Without MODEL, the model is random, with the shape of --config. Each time
+    has a lower bound beside it: the bytes that a step must read, at the speed at which the GPU
+    copies.
     """
     from twellctl.bench.decode import bench_decode
 

@@ -22,12 +22,13 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it 
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 STDOUT = Path("-")
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here; - is stdout.")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write all figures here; - means stdout."),
 ]
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", help="Errors only on stderr: no progress, no notes, no advice."),
+    typer.Option("--quiet", "-q", help="Show only errors on stderr: no progress, notes or advice."),
 ]
 
 

@@ -23,18 +23,18 @@ def convert(
     revision: Revision = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what a fit would take: time and memory.")
+        bool, typer.Option("--dry-run", help="Only estimate the time and memory of a fit.")
     ] = False,
     flags: Annotated[dict, Fit],
 ) -> None:
-    """Make a model with SiLU or GELU gates ReLU.
+    """Convert a model with SiLU or GELU gates to ReLU.
 
-    With --data it is fitted: layer by layer, by least squares and without training, so that it
-    works at once. The same command again goes on where a killed one was. On several GPUs:
+    With --data, the model is fitted layer by layer, without end-to-end training, and works at once.
+    To continue after an interruption, repeat the command. On several GPUs:
     torchrun --nproc-per-node GPUS -m twellctl convert ...
 
-    Without --data config.json is edited and the weights are copied as they are. Such a model talks
-    noise until it is fine-tuned.
+    Without --data, only config.json changes, and the weights are copied. Such a model talks noise
+    until it is fine-tuned.
     """
     be_quiet_unless_first()
     ui.doing(f"converting {model}")
@@ -64,8 +64,8 @@ def write(
         Path,
         typer.Option(
             metavar="FILE",
-            help="Prompts to answer: a jsonl, JSON or parquet file of prompt, instruction, "
-            "question, or messages that end with a user's.",
+            help="Prompts to answer: a jsonl, JSON or parquet file with prompt, instruction or "
+            "question, or with messages that end with a user's.",
         ),
     ],
     flags: Annotated[dict, Writing],
@@ -73,10 +73,10 @@ def write(
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Let a model answer prompts, as text to fit and to train on.
+    """Let a model answer prompts, as text for convert and finetune.
 
-    A sparse form that is fitted to its own answers keeps more of what the model can do. MODEL may
-    be the sparse one, too. What is in OUT after Ctrl-C can be used.
+    A sparse model that is fitted on the original's own answers keeps more of what it can do. MODEL
+    can also be the sparse model. After Ctrl-C, the answers in OUT can be used.
     """
     ui.doing("loading PyTorch and transformers")
     from twellctl.write import write as run
@@ -115,16 +115,16 @@ def finetune(
     ] = False,
     overwrite: Overwrite = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what it would take: time, memory and disk.")
+        bool, typer.Option("--dry-run", help="Only estimate time, memory and disk.")
     ] = False,
     target_sparsity: Annotated[float | None, typer.Option(hidden=True)] = None,  # 1 - density
     flags: Annotated[dict, Recipe],
 ) -> None:
-    """Make a ReLU model sparse.
+    """Train a ReLU model to be sparse.
 
-    Fine-tunes it with a price on every neuron that fires, steered until the target is met.
+    Each neuron that fires has a price, which is adjusted until --density is met.
 
-    Flags win over the recipe, the recipe over the defaults. On several GPUs:
+    Flags override the recipe, and the recipe overrides the defaults. On several GPUs:
     torchrun --nproc-per-node GPUS -m twellctl finetune ...
     """
     from twellctl.training.recipe import check_report_to, file_of, recipe_to_resume, resolve_recipe
@@ -155,30 +155,31 @@ def export(
     out: Out,
     profile: Annotated[
         Path | None,
-        typer.Option(help="Slots of this 'profile --json' file; its figures for the model card."),
+        typer.Option(help="A file from 'profile --json': slots, and figures for the model card."),
     ] = None,
     evaluation: Annotated[
         Path | None,
-        typer.Option("--eval", help="Figures of this 'eval --json' file for the model card."),
+        typer.Option("--eval", help="A file from 'eval --json': figures for the model card."),
     ] = None,
     bench: Annotated[
         Path | None,
-        typer.Option(help="Speeds of this 'bench decode --json' file for the model card."),
+        typer.Option(help="A file from 'bench decode --json': speeds for the model card."),
     ] = None,
     quantize: Annotated[
         str | None,
         typer.Option(
             metavar="fp8",
-            help="Round the weights of linear layers, but the LM head, to FP8 (e4m3) with a scale "
-            "for each row.",
+            help="Round the weights of all linear layers except the LM head to FP8 (e4m3), with "
+            "one scale per row.",
         ),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a folder that runs over TwELL, and densely in any engine.
+    """Write a folder that runs sparse with TwELL, and dense in any engine.
 
-    Over TwELL with trust_remote_code=True, also where twellctl is not installed. ReLU is written as
-    a sharp SiLU: engines that know SiLU alone, like llama.cpp, mlx-lm and vLLM, compute the same.
+    transformers uses TwELL with trust_remote_code=True, even without twellctl installed. ReLU is
+    written as a sharp SiLU, so engines that support only SiLU, like llama.cpp, mlx-lm and vLLM,
+    give the same results.
     """
     ui.doing(f"checking the weights of {model} and writing them")
     from twellctl.export import export as run
@@ -201,9 +202,9 @@ def quickstart(
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     overwrite: Overwrite = False,
 ) -> None:
-    """Do the whole job on a tiny model.
+    """Run the whole pipeline on a tiny model.
 
-    The model is made here, without a download, and all is done in two or three minutes.
+    The model is made on the spot, without a download. Everything takes two or three minutes.
     """
     ui.doing("loading PyTorch and transformers")
     from twellctl.quickstart import quickstart as run

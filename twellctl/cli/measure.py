@@ -19,14 +19,14 @@ def profile(
     flags: Annotated[dict, Reading],
     json: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the profile here, for export; - is stdout."),
+        typer.Option(metavar="FILE", help="Write the profile here, for export; - means stdout."),
     ] = None,
 ) -> None:
     """Count which neurons fire.
 
-    On the text of --data, which must be given. By token and layer; dead ones too, and the slots a
-    packed gate needs. Then by position in the window, and by kind of text if --data names several;
-    --json holds these by layer too.
+    The counts are for the text of --data, which is required. They are by token and layer, with the
+    neurons that never fire and the slots that a packed gate needs. Then come densities by position
+    in the window and, if --data is repeated, by kind of text; --json has these by layer, too.
     """
     from twellctl.firing.profiled import PROFILE_KEY
 
@@ -42,7 +42,7 @@ def profile(
 def evaluate(
     *,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model, SiLU or ReLU: a folder or a hub id.")
+        str, typer.Argument(metavar="MODEL", help="A SiLU or ReLU model: a folder or a hub id.")
     ],
     flags: Annotated[dict, Evaluating],
     chat_template_kwargs: TemplateArguments = None,
@@ -50,13 +50,13 @@ def evaluate(
 ) -> None:
     """Measure how good a model is.
 
-    On text: cross-entropy, perplexity, density by layer. With --reference how far the two agree
-    there, and on answers: the reference answers, both models read that, and a verdict says in words
-    what users will notice.
+    On text, it measures cross-entropy, perplexity and density by layer. With --reference, it also
+    measures how far the two models agree on that text and on the reference's answers, and gives a
+    verdict on what users will notice.
 
-    On tasks: the share of right answers, by likelihood (acc) and by likelihood per character
-    (acc_norm) of choices, beside what guessing gets; or in the model's own words, greedily, beside
-    --reference (the source that config.json names): what was lost, and the shortest lost ones.
+    On tasks, it measures the share of right answers. For choices, that is by likelihood (acc) and
+    by likelihood per character (acc_norm), beside the score of guessing. Other tasks are answered
+    greedily, by --reference too (default: the source in config.json). It shows which were lost.
     """
     from twellctl.evaluation.results import VERSION_KEY
 
@@ -75,16 +75,15 @@ def compare(
     base: Annotated[
         str, typer.Argument(metavar="BASE", help="The model to compare with: a folder or a hub id.")
     ],
-    sparse: Annotated[
-        str, typer.Argument(metavar="SPARSE", help="The model that was made from it.")
-    ],
+    sparse: Annotated[str, typer.Argument(metavar="SPARSE", help="The model made from it.")],
     flags: Annotated[dict, Comparing],
     chat_template_kwargs: TemplateArguments = None,
 ) -> None:
     """Show two models' answers side by side.
 
-    Both answer greedily; of each pair, where they part and how each goes on. Then how far they
-    agree on what BASE answers, and in words what users will notice.
+    Both models answer greedily. For each prompt, it shows where the answers diverge and how each
+    continues. Then it shows how far the models agree on BASE's answers, and a verdict on what users
+    will notice.
     """
     ui.doing("loading PyTorch and transformers")
     from twellctl.compare import compare as run

@@ -41,15 +41,15 @@ def run(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of steps.")],
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Also where the verdict of eval is bad.")
+        bool, typer.Option("--keep-going", help="Continue even if the verdict of eval is bad.")
     ] = False,
 ) -> None:
     """Run the whole pipeline from one file.
 
-    It holds model, out and the steps to take, of write, convert, finetune, eval, profile and
-    export, each with the flags of its command. A step reads what the ones before it made in OUT,
-    unless it says otherwise. The same command again goes on where a killed one was. It stops
-    where the verdict of eval is bad.
+    The file holds model, out and any of the steps write, convert, finetune, eval, profile and
+    export, each with the flags of its command. A step reads what earlier steps made in out, unless
+    it says otherwise. To continue after an interruption, repeat the command. It stops if the
+    verdict of eval is bad.
     """
     from twellctl.training.recipe_file import read_settings
 

@@ -29,14 +29,14 @@ def template_arguments(given: str) -> dict[str, Any]:
 
 ChatTemplate = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="A chat template (Jinja) in the place of the model's."),
+    typer.Option(metavar="FILE", help="A chat template (Jinja) to use instead of the model's."),
 ]
 TemplateArguments = Annotated[
     dict | None,
     typer.Option(
         metavar="JSON",
         parser=template_arguments,
-        help="What the chat template is to know: '{\"enable_thinking\": false}'.",
+        help="Arguments for the chat template, such as '{\"enable_thinking\": false}'.",
     ),
 ]
 
@@ -44,9 +44,9 @@ Gates = Annotated[
     str,
     typer.Option(
         metavar="screened|whole",
-        help="screened: steps of one row of a ReLU model in bf16 read of W_gate a copy in 4 bits, "
-        "made at the start in some seconds, and the rows that it tells them to, where that takes "
-        "one kernel and is faster. whole: all of W_gate.",
+        help="screened: for one sequence of a ReLU model in bf16, read a 4-bit copy of W_gate, "
+        "made at startup in a few seconds, and only the rows that it selects, if one kernel can "
+        "run the step and is faster. whole: read all of W_gate.",
     ),
 ]
 COMMANDS = "/new begins again, /system TEXT says how to answer, /exit ends; Ctrl-C stops an answer"
@@ -56,7 +56,7 @@ def generate(
     *,
     model: Model,
     prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="What to answer or to continue; - reads stdin.")
+        str, typer.Argument(metavar="PROMPT", help="The text to answer or continue; - reads stdin.")
     ],
     flags: Annotated[dict, Drawing],
     chat: Annotated[
@@ -64,7 +64,7 @@ def generate(
         typer.Option(
             "--chat/--no-chat",
             help="Answer PROMPT through the chat template, or continue it as text. "
-            "[default: chat, if the tokenizer has a template]",
+            "[default: --chat if the tokenizer has a template]",
         ),
     ] = None,
     chat_template: ChatTemplate = None,
@@ -73,8 +73,8 @@ def generate(
 ) -> None:
     """Continue or answer a prompt.
 
-    The text goes to stdout as it comes; tokens/s and, of a ReLU model, the share of neurons that
-    fired to stderr.
+    The text is streamed to stdout. Tokens/s and, for a ReLU model, the share of neurons that fired
+    go to stderr.
     """
     ui.doing(f"loading {model}")
     from twellctl.generate import generate as run
@@ -99,16 +99,17 @@ def generate(
 def chat(
     *,
     model: Model,
-    system: Annotated[str, typer.Option(metavar="TEXT", help="How the model is to answer.")] = "",
+    system: Annotated[str, typer.Option(metavar="TEXT", help="The system message.")] = "",
     flags: Annotated[dict, Answering],
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "whole",
 ) -> None:
-    """Talk with a model.
+    """Talk to a model.
 
-    A line is a message; what was said before goes with it. /new begins again, /system TEXT says how
-    to answer and begins again, /exit or the end of input ends. Ctrl-C stops an answer.
+    Each line is a message, sent with the conversation so far. /new starts a new conversation,
+    /system TEXT sets the system message and starts a new one, /exit or the end of input quits.
+    Ctrl-C stops an answer.
     """
     ui.doing(f"loading {model}")
     from twellctl.generate import load
@@ -163,23 +164,23 @@ def serve_local(
         str | None,
         typer.Option(
             envvar="TWELL_API_KEY",
-            help="What clients must send as 'Authorization: Bearer KEY'. The variable is safer: "
-            "other users of this machine can read the command line.",
+            help="The key that clients must send as 'Authorization: Bearer KEY'. The variable is "
+            "safer, because other users of this machine can read the command line.",
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Another name of this server, behind a proxy for example; can be repeated. "
-            "Requests for, or from pages of, other names get 403.",
+            help="Another name of this server, for example behind a proxy. Repeatable. Requests "
+            "for other names, or from their pages, get 403.",
         ),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="What clients call the model, for those that have a fixed name; can be repeated. "
+            help="The model's name in requests, for clients with a fixed name. Repeatable. "
             "[default: the folder's name]",
         ),
     ] = None,
@@ -187,15 +188,15 @@ def serve_local(
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "screened",
     access_log: Annotated[
-        bool, typer.Option(help="A line on stderr for each request; no prompts, no keys.")
+        bool, typer.Option(help="Log each request on stderr in one line, without prompts or keys.")
     ] = True,
 ) -> None:
-    """Serve a model through OpenAI's API, and a page to chat.
+    """Serve a model with an OpenAI-compatible API and a chat page.
 
-    /v1/chat/completions, /v1/completions, /v1/models; the page at /, which shows what share of each
-    layer's neurons fires for each token; /health; /metrics for Prometheus; /v1 lists them all. To
-    this machine only, unless there is a key. Ctrl-C ends it once running answers are complete, a
-    second one at once.
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, and /metrics for
+    Prometheus; /v1 lists them all. The page at / shows what share of each layer's neurons fires for
+    each token. Without a key, only this machine is served. Ctrl-C stops the server once running
+    answers are complete; a second one stops it at once.
     """
     from twellctl.serve_local import serve_local as run
 
@@ -222,9 +223,9 @@ def doctor(
         typer.Argument(metavar="MODEL", help="A model folder to check as well; it is only read."),
     ] = None,
 ) -> None:
-    """Say what works here and what to install.
+    """Check what works here and what to install.
 
-    With a folder: whether its config.json fits its weights, and its code is unchanged.
+    With a folder, also check whether its config.json fits its weights and its code is unchanged.
     """
     ui.doing("looking at the machine, the libraries and the kernels")
     from twellctl.doctor import doctor as run

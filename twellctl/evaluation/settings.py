@@ -15,54 +15,54 @@ class Reading:
 
     data: list[str] = setting(
         [],
-        "Text: jsonl, txt or parquet files, or folders. Repeatable: each is a kind of text, by the "
-        "file's name or NAME; equal names are one kind.",
+        "Text: a jsonl, JSON, txt or parquet file, or a folder of them. Repeatable: each is one "
+        "kind of text, called NAME or like the file; equal names are one kind.",
         metavar="[NAME=]FILE",
     )
     text_column: str = setting("text", "The column that holds the text.")
-    windows: int = setting(128, "Windows, at even strides through the text.", at_least=1)
+    windows: int = setting(128, "Evenly spaced windows of text to read.", at_least=1)
     seq_len: int | None = setting(
-        None, "Tokens of a window. [default: 1024, or the context if shorter]"
+        None, "Tokens per window. [default: 1024, or the context if shorter]"
     )
 
 
 @dataclass(frozen=True)
 class Evaluating(Reading):
-    """On what a model is measured, and beside which other one."""
+    """What a model is measured on, and which model it is compared with."""
 
     reference: str | None = setting(
-        None, "A model with the same tokenizer, to compare with.", metavar="MODEL"
+        None, "A model with the same tokenizer to compare with.", metavar="MODEL"
     )
     tasks: list[str] = setting(
         [],
-        'A jsonl file of {"query", "choices", "gold"}, of {"prompt", "answer"} or of {"prompt", '
-        '"entry_point", "tests"}, or a folder of them. Repeatable.',
+        'A jsonl file of {"query", "choices", "gold"}, {"prompt", "answer"} or {"prompt", '
+        '"entry_point", "tests"}, or a folder of such files. Repeatable.',
         metavar="FILE",
     )
     prompts: str | None = setting(
         None,
-        'A jsonl file of {"prompt"} or {"messages"}, for both models to answer. [default: the '
-        "tasks, or what opens the windows of --data]",
+        "Prompts for both models to answer, as for 'write --prompts'. [default: the tasks, or the "
+        "beginnings of the windows of --data]",
         metavar="FILE",
     )
     limit: int | None = setting(
         None,
-        "Ask only so many questions of each task, the first ones, and prompts.",
+        "Ask only this many prompts, and questions of each task (the first ones).",
         at_least=1,
     )
     run_code: bool = setting(
-        False, "Run the code that the models write for tests, in processes with limits."
+        False, "Run the code that the models write against its tests, in limited processes."
     )
 
 
 @dataclass(frozen=True)
 class Comparing:
-    """What two models are asked."""
+    """What the two models are asked."""
 
     prompts: str | None = setting(
         None,
-        'A jsonl file of {"prompt"} or {"messages"}. [default: eight of our own]',
+        "Prompts to answer, as for 'write --prompts'. [default: eight built-in ones]",
         metavar="FILE",
     )
-    limit: int | None = setting(None, "Prompts to ask, at even strides. [default: 8]", at_least=1)
-    max_tokens: int = setting(256, "Tokens of an answer at most.", at_least=1)
+    limit: int | None = setting(None, "Evenly spaced prompts to ask. [default: 8]", at_least=1)
+    max_tokens: int = setting(256, "Most tokens per answer.", at_least=1)

@@ -16,42 +16,42 @@ class Fit:
 
     data: list[str] = setting(
         [],
-        "Text to fit on, as finetune takes it: a jsonl, txt or parquet file, or a folder of them. "
-        "Repeatable. The model's own answers serve best (twellctl write). Without it activations "
-        "are swapped, and no weight changes.",
+        "Text to fit on: a jsonl, JSON, txt or parquet file, or a folder of them. Repeatable. The "
+        "model's own answers work best (twellctl write). Without it, only the activation is "
+        "swapped, and no weight changes.",
         group="Fitting",
     )
     text_column: str = setting("text", "The column of jsonl and parquet files that holds the text.")
-    tokens: int = setting(2_000_000, "Tokens of it to fit on.", at_least=1024)
+    tokens: int = setting(2_000_000, "Tokens of text to fit on.", at_least=1024)
     density: float = setting(
         0.15,
-        "Share of the neurons that shall fire for a token, a mean over the layers; at most as many "
-        "fire as ReLU lets through, some 20 %.",
+        "Target share of neurons that fire per token, averaged over the layers. At most those that "
+        "ReLU lets through fire, about 20 %.",
         above=0,
         at_most=1,
     )
     map_rank: int | None = setting(
         None,
-        "Rank of the linear map beside each FFN: so many neurons more, which always fire. "
+        "Rank of the linear map in each FFN: that many extra neurons, which always fire. "
         "[default: about half of the hidden size]",
         at_least=0,
     )
     steps: int = setting(
         800,
-        "Steps of Adam on each layer alone, between two least squares; 0: least squares alone, "
-        "four times as fast, which does near the density that ReLU lets through.",
+        "Adam steps on each layer alone, between two least-squares fits. 0: least squares alone, "
+        "four times as fast, which suffices near the density that ReLU lets through.",
         at_least=0,
     )
-    step_tokens: int = setting(4096, "Tokens of such a step.", at_least=1)
-    step_rate: float = setting(0.01, "Its rate, times the rms of a weight.", above=0)
-    ridge: float = setting(1e-3, "Ridge of the least squares.", above=0)
-    seq_len: int = setting(512, "Tokens of a window of text.", at_least=8)
+    step_tokens: int = setting(4096, "Tokens per Adam step.", at_least=1)
+    step_rate: float = setting(0.01, "Learning rate, relative to the rms of a weight.", above=0)
+    ridge: float = setting(1e-3, "Ridge parameter of the least squares.", above=0)
+    seq_len: int = setting(512, "Tokens per window of text.", at_least=8)
     eval_windows: int | None = setting(
         None,
-        "Windows held out, to measure on. [default: 32, or an eighth of a short text]",
+        "Windows held out for measuring. [default: 32, or an eighth of a short text]",
         at_least=1,
     )
-    seed: int = setting(0, "Seed of everything drawn.", at_least=0, at_most=2**31 - 1)
+    seed: int = setting(0, "Random seed.", at_least=0, at_most=2**31 - 1)
 
 
 def windows_held_out(fit: Fit, count: int | None = None) -> int:

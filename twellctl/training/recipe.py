@@ -28,62 +28,62 @@ class Recipe:
 
     data: list[str] = setting(
         [],
-        "Text: a jsonl, JSON, txt or parquet file, packed or not, or a folder of them. "
-        "Repeatable: of each equally many tokens are taken, as long as it lasts.",
+        "Text: a jsonl, JSON, txt or parquet file, compressed or not, or a folder of them. "
+        "Repeatable: each contributes equally many tokens until it runs out.",
         group="Text",
     )
     text_column: str = setting(
         "text",
-        "The column that holds the text; without it chats (messages, conversations) and pairs "
-        "(prompt and completion, instruction and output) are taken.",
+        "The column that holds the text. Rows without it are read as chats (messages, "
+        "conversations) or pairs (prompt and completion, instruction and output).",
     )
     seq_len: int | None = setting(
         None,
-        "Tokens of a block; texts are packed into blocks. [default: 1024, or the context if "
+        "Tokens per block; texts are packed into blocks. [default: 1024, or the context if "
         "shorter]",
         at_least=8,
     )
-    eval_data: list[str] = setting([], "Held-out text, in place of --eval-fraction. Repeatable.")
+    eval_data: list[str] = setting([], "Held-out text, instead of --eval-fraction. Repeatable.")
     eval_fraction: float = setting(
         0.01, "Share of the texts held out of training.", at_least=0, below=1
     )
-    eval_steps: int = setting(200, "Steps between evaluations; 0 for only at the end.", at_least=0)
-    eval_blocks: int = setting(64, "Blocks of held-out text an evaluation reads.", at_least=1)
+    eval_steps: int = setting(200, "Steps between evaluations; 0: only at the end.", at_least=0)
+    eval_blocks: int = setting(64, "Blocks of held-out text per evaluation.", at_least=1)
 
     l1: float = setting(
         2e-5,
-        "Coefficient of the penalty: what a neuron that fires costs, in nats, as a mean over "
-        "layers and tokens; of --penalty l1, what the sum over neurons of |relu(gate) * up| costs. "
-        "With --l1-schedule target it is only where the controller starts.",
+        "Coefficient of the penalty: the price in nats of a neuron that fires, as a mean over "
+        "layers and tokens. With --penalty l1, the price of the sum over neurons of "
+        "|relu(gate) * up|. With --l1-schedule target, only the controller's starting value.",
         at_least=0,
         group="Sparsity and teacher",
     )
     l1_schedule: str = setting(
         "target",
-        "target: raise the coefficient until --density is met. constant: keep --l1.",
+        "target: adjust the coefficient until --density is met. constant: keep --l1.",
         choices=("target", "constant"),
     )
     penalty: str | None = setting(
         None,
-        "count: a price on every neuron that fires. l1: the paper's, on |relu(gate) * up|. "
+        "count: a price on every neuron that fires. l1: the paper's penalty on |relu(gate) * up|. "
         "[default: count; l1 if --l1-schedule is constant]",
         choices=("count", "l1"),
     )
     density: float = setting(
-        0.15, "Share of neurons that shall fire for a token (target schedule).", above=0, below=1
+        0.15, "Target share of neurons that fire per token (target schedule).", above=0, below=1
     )
     teacher: str = setting(
         "auto",
-        "Model to distil from, or none. auto: a freshly converted model learns from itself run "
-        "with its source activation, a fine-tuned one from its source on the hub.",
+        "Model to distil from, or none. auto: a freshly converted model learns from itself with "
+        "its source activation, a fine-tuned one from its source on the hub.",
     )
     teacher_weight: float = setting(
-        1.0, "Share of the loss that is KL to the teacher's logits.", at_least=0, at_most=1
+        1.0, "Share of the loss that is KL from the teacher's logits.", at_least=0, at_most=1
     )
     state_weight: float = setting(
         0.6,
-        "Weight, for each layer, of the relative squared distance between what it gives and what "
-        "the teacher's gives, where the two have the same shape.",
+        "Weight of the relative squared distance between each layer's output and that of the "
+        "teacher's layer, if the two have the same shape.",
         at_least=0,
     )
 
@@ -93,18 +93,18 @@ class Recipe:
         above=0,
         group="Length, batch and rate",
     )
-    max_steps: int | None = setting(None, "Optimizer steps, in place of --epochs.", at_least=1)
-    max_tokens: int | None = setting(None, "Training tokens, in place of --epochs.", at_least=1)
-    batch_size: int = setting(24, "Blocks an optimizer step sees, over all processes.", at_least=1)
+    max_steps: int | None = setting(None, "Optimizer steps, instead of --epochs.", at_least=1)
+    max_tokens: int | None = setting(None, "Training tokens, instead of --epochs.", at_least=1)
+    batch_size: int = setting(24, "Blocks per optimizer step, over all processes.", at_least=1)
     micro_batch_size: int = setting(
         4,
-        "Blocks one process holds at once, at most; the rest is gradient accumulation.",
+        "Most blocks that one process holds at once; gradient accumulation does the rest.",
         at_least=1,
     )
     optimizer: str = setting(
         "muon",
         "muon: Muon for the matrices of the layers, AdamW at half the rate for the rest. adamw: "
-        "AdamW for all, faster on a CPU where a step has few tokens.",
+        "AdamW for all, which is faster on a CPU if steps have few tokens.",
         choices=("muon", "adamw"),
     )
     learning_rate: float | None = setting(
@@ -115,14 +115,14 @@ class Recipe:
         above=0,
     )
     lr_scheduler: str = setting(
-        "linear", "What follows the warm-up.", choices=("cosine", "linear", "constant")
+        "linear", "Learning rate after the warm-up.", choices=("cosine", "linear", "constant")
     )
     warmup_steps: float = setting(0.02, "Warm-up steps; below 1, a share of the run.", at_least=0)
     weight_decay: float = setting(0.0, "Weight decay.", at_least=0)
     adam_beta2: float = setting(0.95, "AdamW's beta2.", above=0, below=1)
     max_grad_norm: float = setting(1.0, "Gradient norm above which gradients are clipped.", above=0)
     seed: int = setting(
-        0, "Seed of the order of blocks and of everything drawn.", at_least=0, at_most=2**32 - 1
+        0, "Seed for the order of blocks and all other draws.", at_least=0, at_most=2**32 - 1
     )
 
     param_dtype: str = setting(
@@ -132,29 +132,29 @@ class Recipe:
         group="Memory and speed",
     )
     lora_rank: int = setting(
-        0, "Rank of LoRA on attention, the FFN trained in full; 0: full fine-tuning.", at_least=0
+        0, "Rank of LoRA on attention; FFNs are trained in full. 0: no LoRA.", at_least=0
     )
     lora_ffn: bool = setting(False, "With --lora-rank: LoRA on the FFN as well.")
     gradient_checkpointing: bool = setting(False, "Recompute activations to save memory.")
     shard: str = setting(
         "auto",
-        "Of several processes, each holds some rows of all weights of student, teacher and "
-        "optimizer. auto: where all of them would take more than half of its memory.",
+        "With several processes, each holds some rows of all weights of student, teacher and "
+        "optimizer. auto: only if a whole copy would take more than half of a GPU's memory.",
         choices=("auto", "always", "never"),
     )
     compile: bool | None = setting(
         None,
-        "Compile the layers (of --gradient-checkpointing the FFNs). With --penalty count, and "
-        "layers neither sharded nor checkpointed, the parts of steps are replayed as a CUDA graph, "
-        "too: half a minute at the start, then up to three times as fast. [default: on a GPU, "
-        "without LoRA]",
+        "Compile the layers (with --gradient-checkpointing, the FFNs). With --penalty count, and "
+        "layers neither sharded nor checkpointed, parts of steps are also replayed as CUDA graphs, "
+        "which takes half a minute at the start and is up to three times as fast. [default: on a "
+        "GPU, without LoRA]",
     )
 
     save_steps: int = setting(
-        500, "Steps between checkpoints; 0 for none.", at_least=0, group="Checkpoints and logs"
+        500, "Steps between checkpoints; 0: none.", at_least=0, group="Checkpoints and logs"
     )
     logging_steps: int = setting(10, "Steps between log lines.", at_least=1)
-    report_to: str = setting("none", "Where else figures go.", choices=("none", *TRACKERS))
+    report_to: str = setting("none", "Where to send metrics.", choices=("none", *TRACKERS))
 
     @property
     def step_tokens(self) -> int:
