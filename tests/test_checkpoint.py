@@ -135,10 +135,10 @@ def test_broken_config(model, refused, content, words):
 @pytest.mark.parametrize(
     ("file", "format"),
     [
-        ("pytorch_model.bin", "(.bin)"),
-        ("model.pth", "(.pth)"),
-        ("model.pt", "(.pt)"),
-        ("tf_model.h5", "TensorFlow"),
+        ("pytorch_model.bin", ".bin"),
+        ("model.pth", ".pth"),
+        ("tf_model.h5", ".h5"),
+        ("a.gguf", ".gguf"),
     ],
 )
 def test_other_weight_formats(model, refused, file, format, with_config):
@@ -147,8 +147,8 @@ def test_other_weight_formats(model, refused, file, format, with_config):
     (model / file).write_bytes(b"weights")
     if not with_config:
         (model / "config.json").unlink()
-    refused(model, str(model), format, "save it as safetensors first")
-    refused(model / file, file, format, "save it as safetensors first")
+    refused(model, str(model), f"holds {format} weights: take the model in safetensors")
+    refused(model / file, file, f"holds {format} weights: take the model in safetensors")
 
 
 def test_no_weights(model, refused):

@@ -103,10 +103,9 @@ def test_weights_under_the_name_of_their_wrapper(silu_llama, changed, tmp_path, 
     ("files", "said"),
     [
         ({"adapter_config.json": '{"base_model_name_or_path": "o/b"}'}, "adapter of 'o/b': merge"),
-        ({"a.gguf": ""}, "GGUF weights: take the safetensors model"),
-        ({"consolidated.00.pth": "", "params.json": "{}"}, r"maker's own layout: .*\(-hf\)"),
+        ({"consolidated.00.pth": "", "params.json": "{}"}, r"in the form for transformers \(-hf\)"),
     ],
-    ids=["adapter", "gguf", "meta"],
+    ids=["adapter", "meta"],
 )
 def test_folders_that_are_no_models(tmp_path, files, said):
     (tmp_path / "model").mkdir()

@@ -1,7 +1,7 @@
 """The options of each `twellctl bench` command, their defaults and checks. No torch."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from twellctl.bundle.twell_config import QUANTIZE
 from twellctl.decoding.engine import GATES, SCREENED
@@ -10,17 +10,7 @@ from twellctl.settings import flag_name, refuse_wrong, setting
 
 MOST_ROWS = 64  # of a step: what the kernels for few tokens take
 LLAMA_LAYERS = 28  # of the random model without a config: 1.5B
-PREFILLED_LLAMA_LAYERS = 38  # of that of `bench model`: 2B
 CONTEXT = 2048  # of that of `bench decode`, at least
-
-
-def _config(layers: int = LLAMA_LAYERS) -> Any:
-    return setting(
-        None,
-        "A config.json, or a folder with one: use random weights of its shape, with ReLU. Llama, "
-        f"Mistral, Phi3, Qwen2 or Qwen3. [default: a Llama of 2048 x 5632, {layers} layers]",
-        metavar="FILE",
-    )
 
 
 @dataclass(frozen=True)
@@ -40,7 +30,12 @@ class AnyModel:
         (), "Text for MODEL: jsonl, txt or parquet files, or folders. Repeatable."
     )
     text_column: str = setting("text", "The column that holds the text.")
-    config: str | None = _config()
+    config: str | None = setting(
+        None,
+        "A config.json, or a folder with one: use random weights of its shape, with ReLU. Llama, "
+        f"Mistral, Phi3, Qwen2 or Qwen3. [default: a Llama of 2048 x 5632, {LLAMA_LAYERS} layers]",
+        metavar="FILE",
+    )
     layers: int | None = setting(
         None, "Layers of the random model, if all do not fit. [default: all]", at_least=1
     )
@@ -54,11 +49,6 @@ class AnyModel:
     device: str | None = setting(
         None, "cuda, cuda:1 and so on; cpu only for trying the command. [default: cuda]"
     )
-
-    @property
-    def layers_drawn(self) -> int | None:
-        """Of a random model; None: as many as its config has."""
-        return self.layers
 
     @property
     def length(self) -> int:
@@ -100,7 +90,6 @@ class ModelSettings(AnyModel):
 
     _LENGTHS = ("seq_len",)
 
-    config: str | None = _config(PREFILLED_LLAMA_LAYERS)
     tokens: tuple[int, ...] = setting((131072, 256), "Tokens per prefill. Repeatable.", at_least=1)
     seq_len: int = setting(2048, "Most tokens per sequence.", at_least=1)
     density: float = setting(
@@ -119,11 +108,6 @@ class ModelSettings(AnyModel):
     @property
     def windows(self) -> dict[tuple[int, int], str]:
         return {self.shape(tokens): "--tokens" for tokens in self.tokens}
-
-    @property
-    def layers_drawn(self) -> int | None:
-        is_built_in = self.config is None and self.layers is None
-        return PREFILLED_LLAMA_LAYERS if is_built_in else self.layers
 
     def shape(self, tokens: int) -> tuple[int, int]:
         """(sequences, tokens of each)."""

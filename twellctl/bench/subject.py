@@ -97,7 +97,7 @@ def open_subject(
 def _drawn(
     settings: AnyModel, density: float, device: torch.device, note: Callable[[str], None]
 ) -> Subject:
-    shape = open_shape(settings.config, settings.layers_drawn, context=settings.context_drawn)
+    shape = open_shape(settings.config, settings.layers, context=settings.context_drawn)
     settings.check_context(shape.context)
     note(f"making {shape.name} of {shape.layers} layers")
     shape.require_memory(free_memory(device), quantize=settings.quantize)

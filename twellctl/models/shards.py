@@ -15,15 +15,7 @@ from twellctl.files.strict_json import read_json
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATS = ("F32", "F16", "BF16")
-OTHER_FORMATS = {
-    ".bin": "PyTorch pickle (.bin)",
-    ".pt": "PyTorch pickle (.pt)",
-    ".pth": "PyTorch pickle (.pth)",
-    ".gguf": "GGUF",
-    ".ggml": "GGML",
-    ".h5": "TensorFlow (.h5)",
-    ".msgpack": "Flax (.msgpack)",
-}
+OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True)
@@ -89,14 +81,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def other_weights(path: Path) -> str:
     """Why the weights in `path` (a folder or file) cannot be taken; "" if there are no such."""
     files = list(path.iterdir()) if path.is_dir() else [path]
-    found = sorted({OTHER_FORMATS[file.suffix] for file in files if file.suffix in OTHER_FORMATS})
+    found = sorted({file.suffix for file in files if file.suffix in OTHER_FORMATS})
     if not found:
         return ""
-    if "GGUF" in found or "GGML" in found:
-        return "holds GGUF weights: take the safetensors model that they were made from"
-    if any(path.is_dir() and file.name.startswith("consolidated.") for file in files):
-        return "holds weights in their maker's own layout: take the form for transformers (-hf)"
     return (
-        f"holds {', '.join(found)} weights: save it as safetensors first "
-        "(transformers: from_pretrained, then save_pretrained)"
+        f"holds {', '.join(found)} weights: take the model in safetensors, in the form for "
+        "transformers (-hf), or save it so (from_pretrained, then save_pretrained)"
     )
