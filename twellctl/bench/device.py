@@ -11,6 +11,7 @@ import torch
 from twellctl.bundle.twell_nvrtc import find_nvrtc
 from twellctl.errors import TwellError, UsageError
 from twellctl.here.machine import CUPY_WHEELS, version_of
+from twellctl.models.loading import gpu_memory
 from twellctl.version import __version__
 
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
@@ -73,8 +74,7 @@ def free_memory(device: torch.device) -> float:
     if device.type != "cuda":
         return math.inf
     gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+    return gpu_memory(device)[0]
 
 
 def device_name(device: torch.device) -> str:
