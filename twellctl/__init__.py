@@ -1,8 +1,8 @@
 """twellctl makes pretrained language models sparse, and fast because they are sparse.
 
-Its pipeline as functions: `from twellctl import convert, write, finetune, profile, export,
-evaluate, compare, generate`. Each does what the command of its name does (`evaluate`: eval), and is
-imported when it is first used. `load` keeps a model for several prompts.
+The pipeline as functions: `from twellctl import convert, write, finetune, profile, export,
+evaluate, compare, generate`. Each does what the command of the same name does (`evaluate`: eval),
+and is imported at first use. `load` loads a model once for several prompts.
 """
 
 import importlib

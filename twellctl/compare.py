@@ -30,10 +30,10 @@ ASKED = 8  # of a file of prompts, without --limit
 
 @dataclass(frozen=True)
 class Pair:
-    """What both answered to `prompt`: the text that is `common`, and how each goes on from there.
+    """Both answers to `prompt`: the `common` text, and how each model continues after it.
 
-    `tokens` of the answers are the same; `agrees`: all are. `repeats`: which of the two, base and
-    sparse, end in a loop; `ended`: which ended.
+    The first `tokens` tokens are the same; `agrees`: all are. `repeats`: which of the two, base and
+    sparse, end in a loop. `ended`: which ended.
     """
 
     prompt: str
@@ -47,7 +47,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Compared(Shown):
-    """`names` of the two models, their answers, and how far these agree."""
+    """The `names` of the two models, their answers, and how far the answers agree."""
 
     names: tuple[str, str]
     pairs: tuple[Pair, ...]
@@ -63,11 +63,11 @@ def compare(
     progress: Progress = lambda done, total: None,
     **settings: Any,
 ) -> Compared:
-    """Let both models, SiLU or ReLU, answer prompts greedily, `max_tokens` each at most.
+    """Let both models, SiLU or ReLU, answer prompts greedily, with at most `max_tokens` each.
 
-    `settings` are the fields of `Comparing`. `prompts` is a jsonl file, of which `limit` are asked
-    at even strides (`ASKED`); without one it is `PROMPTS`. Raises `TwellError`, for models with
-    different tokenizers too.
+    `settings` are the fields of `Comparing`. `limit` evenly spaced prompts of the file `prompts`
+    are asked (by default `ASKED`), or without a file `PROMPTS`. Raises `TwellError`, also for
+    models with different tokenizers.
     """
     how = chosen(Comparing, settings)
     asked = list(PROMPTS) if how.prompts is None else read_prompts(how.prompts)

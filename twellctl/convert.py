@@ -1,8 +1,8 @@
-"""twellctl convert: a gated model becomes ReLU, fitted layer by layer on text, or only swapped.
+"""twellctl convert: makes a gated model ReLU, by fitting it layer by layer or by swapping only.
 
-Fitted (twellctl/fitting), each FFN has neurons of its own and a linear map of its input beside
-them, and the model works before any training. Swapped, only config.json changes; such a model
-talks noise until it is fine-tuned.
+In a fitted model (twellctl/fitting), each FFN has its own neurons and a linear map of its input.
+It works without end-to-end training. In a swapped model, only config.json changes. It talks noise
+until it is fine-tuned.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ Told = Callable[[int, int, float, float], None]
 class Converted(Shown):
     """What `convert` wrote; `is_chat_model`: the model has a chat template.
 
-    `intermediate_size` counts the model's own neurons; `fitted` is None of a swapped one.
+    `intermediate_size` counts the model's own neurons; `fitted` is None for a swapped one.
     """
 
     out: Path
@@ -60,9 +60,9 @@ def convert(
 ) -> Converted:
     """Write to `out` the `model` (a folder or hub id) as a ReLU model.
 
-    `settings` are the fields of `Fit`. With `data` the model is fitted; a call that was killed goes
-    on when it is repeated, and under torchrun all processes share the text. Without `data` the
-    weights' files are copied. The result loads with plain
+    `settings` are the fields of `Fit`. With `data`, the model is fitted. Repeat the call to
+    continue after an interruption. Under torchrun, all processes share the text. Without `data`,
+    the weight files are copied. The result loads with plain
     `AutoModelForCausalLM.from_pretrained(out)`. Raises `TwellError`.
     """
     out, fit = from_home(out), chosen(Fit, settings)

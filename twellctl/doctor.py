@@ -1,4 +1,4 @@
-"""twellctl doctor: what is on this machine, what works, what to install; is a folder sound."""
+"""twellctl doctor: what this machine has, what works, what to install, and if a folder is sound."""
 
 import os
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from twellctl.vllm.installed import find_vllm
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings; of the machine, and of the folder if one was given."""
+    """All findings on the machine, and on the folder if one was given."""
 
     machine: tuple[Finding, ...]
     folder: tuple[Finding, ...]
@@ -38,9 +38,9 @@ class Diagnosis:
 def doctor(
     model: str | Path | None = None, note: Callable[[str], None] = lambda text: None
 ) -> Diagnosis:
-    """Look at this machine, and at the folder `model`. Does not raise for what it finds.
+    """Check this machine, and the folder `model` if given. Findings are returned, never raised.
 
-    On a GPU the kernels are loaded, and compiled if they never were: `note` is called before.
+    On a GPU, the kernels are loaded, and compiled if they never were; `note` is called before that.
     """
     cuda = torch_cuda()
     driver, driver_cuda = find_driver()

@@ -1,14 +1,13 @@
 """twellctl finetune --dry-run: what a run would take, before it begins.
 
-Time and memory are measured on a few of its steps.
+Nothing is written. Time and memory are measured on a few real steps, on the beginning of the run's
+text, with the teacher and the optimizer. Of a step that accumulates gradients, two parts run: the
+second one needs memory for the gradients of the first, too.
 
-Of several processes all take them, and nothing is tried again: what is short of memory in one ends
-all. In one process it is computed what several GPUs would hold.
-
-Nothing is written. The steps are real ones on the first of the run's own text, with the teacher and
-the optimizer; of a step that accumulates, two parts, the second of which has the gradients of the
-first beside it. What does not fit is tried again in less memory until something does, and that is
-said; where weights, gradients and optimizer alone are too much, nothing is loaded for it.
+In one process, settings that do not fit are reduced and tried again until they do, and the result
+says so. If weights, gradients and optimizer alone are too large, nothing is loaded. What several
+GPUs would hold is computed. In several processes, all take the steps, and nothing is tried again:
+if one runs out of memory, all end.
 """
 
 import dataclasses
@@ -50,7 +49,7 @@ How = tuple[np.ndarray, Path, Callable[[str], None]]  # blocks, a folder, what h
 
 @dataclass(frozen=True)
 class OnSeveral:
-    """What each of `num_gpus` holds before the first block: some rows of all, or all."""
+    """What each of `num_gpus` holds before the first block: some rows of all weights, or all."""
 
     num_gpus: int
     least_bytes: int
@@ -59,15 +58,15 @@ class OnSeveral:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would take, and of what `memory`.
+    """What a run would take, and which kind of `memory`.
 
-    `passes` are those over the text, about, from the size of its files; so are `num_steps` of
-    epochs. `peak_bytes` is the most that was allocated in a process, on a CPU by all of it;
-    `total_bytes` is what the GPU has, or the system could give a process. `checkpoint_bytes` are
-    those of one on disk, 0 without any. `is_sharded`: over `num_processes`. `on_several` says what
-    runs of one process would take in several. `changes` are the settings without which it does not
-    fit. `config` names the model's config.json or a folder with it, `density` is the target's, None
-    without one.
+    `passes` over the text, and `num_steps` if epochs are given, are estimated from file sizes.
+    `peak_bytes` is the most memory that one process allocated (on a CPU, its whole memory);
+    `total_bytes` is what the GPU has, or what the system could give a process. `checkpoint_bytes`
+    is the size of one checkpoint on disk, 0 without any. `is_sharded`: over `num_processes`.
+    `on_several`: what several GPUs would hold, for a run of one process. `changes` are the settings
+    without which the run does not fit. `config` is the model's config.json or a folder with it.
+    `density` is the target, None without one.
     """
 
     num_steps: int
@@ -97,9 +96,9 @@ def dry_run(
     note: Callable[[str], None] = lambda text: None,
     doing: Callable[[str], None] = lambda text: None,
 ) -> DryRun:
-    """Measure some steps of `finetune(model, OUT, recipe)`. Raises `TwellError` as it would.
+    """Measure some steps of `finetune(model, OUT, recipe)`. Raises the same `TwellError`s.
 
-    `note` receives what does not fit, as it is found; `doing` what lasts.
+    `note` receives what does not fit, as it is found; `doing` receives what takes time.
     """
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")

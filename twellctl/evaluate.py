@@ -39,17 +39,16 @@ def evaluate(
 ) -> Evaluation:
     """Measure `model`, ReLU or SiLU, on windows of the text in `data`, on answers and on `tasks`.
 
-    `settings` are the fields of `Evaluating`, of which those of text are as in `profile`.
-    `reference` is measured beside it: a model with the same tokenizer, such as the one it was made
-    from; where the model answers in its own words it is the source that config.json names, if none
-    is given. `tasks` are files of questions (`twellctl.evaluation.questions`) or folders of them;
-    the first `limit` questions of each are asked. What is written for tests is run if `run_code`
-    allows it.
+    `settings` are the fields of `Evaluating`; those for text work as in `profile`. `reference` is a
+    model with the same tokenizer to compare with, such as the one it was made from. For tasks that
+    the model answers in its own words, it defaults to the source named in config.json. `tasks` are
+    files of questions (`twellctl.evaluation.questions`) or folders of them; the first `limit`
+    questions of each are asked. Code written for tests is run only with `run_code`.
 
-    Both models answer `limit` of the jsonl file `prompts` (`COMPARED_ANSWERS` of them), else the
-    tasks, else what opens the windows. Computes in bf16 on CUDA, in float32 on the CPU. `doing`
-    receives what comes next, `progress(done, total)` windows, choices, answers or programs, `note`
-    what is worth knowing. Raises `TwellError`.
+    Both models answer `limit` of the prompts in `prompts` (by default `COMPARED_ANSWERS`), else the
+    tasks, else the beginnings of the windows. Computes in bf16 on CUDA and in float32 on the CPU.
+    `doing` receives what comes next, `progress(done, total)` windows, choices, answers or programs,
+    and `note` messages for the user. Raises `TwellError`.
     """
     how = chosen(Evaluating, settings | {"data": data, "tasks": tasks})
     if not (how.data or how.tasks or how.prompts):

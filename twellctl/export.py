@@ -1,9 +1,9 @@
-"""twellctl export: a ReLU model becomes a folder that runs over TwELL wherever transformers runs.
+"""twellctl export: writes a ReLU model as a folder that transformers can run with TwELL.
 
-Weights are written in SiLU form (models/silu_form.py), so that engines which know SiLU alone run
-them, too; or in FP8; one file in memory at a time. NaN and infinity are refused. config.json names
-both the stock class and ours, and holds the slots of a profile. Beside them goes the bundle: the
-code, the kernels' sources and the manifest with their sha256, of FP8 weights too.
+Weights are written in SiLU form (models/silu_form.py), which engines that support only SiLU can
+run, or in FP8, with one file in memory at a time. NaN and infinity are refused. config.json names
+both the stock class and ours, and holds the slots of a profile. The folder also gets the bundle:
+the code, the kernels' sources, and the manifest with their sha256 and that of FP8 weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exported(Shown):
-    """What `export` wrote. `class_name` is the one that `trust_remote_code` loads.
+    """What `export` wrote. `class_name` is the class that `trust_remote_code` loads.
 
-    `sharpness` is the least of a neuron that is ReLU. `quantize` is what its weights were rounded
-    to, "fp8" or None. `over_twell_in_vllm`: whether vLLM serves it over TwELL, where twellctl is
-    installed.
+    `sharpness` is the least sharpness of any ReLU neuron. `quantize` is what the weights were
+    rounded to, "fp8" or None. `over_twell_in_vllm`: whether vLLM serves the export with TwELL if
+    twellctl is installed.
     """
 
     out: Path
@@ -65,12 +65,12 @@ def export(
     overwrite: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> Exported:
-    """Write to `out` the ReLU `model` with the bundle that runs it over TwELL.
+    """Write the ReLU `model` to `out`, with the bundle that runs it with TwELL.
 
-    Slots are those of `profile`, else the model's own. Losses and tasks of `evaluation`, an 'eval
-    --json' file, and the steps of `bench`, a 'bench decode --json' file, go into the model card.
-    `quantize` "fp8" rounds the weights of linear layers to e4m3 with a scale for each row. Raises
-    `TwellError`.
+    Slots come from `profile`, else from the model. The model card gets losses and tasks from
+    `evaluation`, an 'eval --json' file, and the steps per second from `bench`, a 'bench decode
+    --json' file. `quantize` "fp8" rounds the weights of linear layers to e4m3 with one scale per
+    row. Raises `TwellError`.
     """
     from twellctl.models.loading import fingerprint
     from twellctl.models.silu_form import choose_form

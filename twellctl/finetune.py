@@ -1,7 +1,7 @@
-"""twellctl finetune: sparsification of a ReLU model through the HF Trainer.
+"""twellctl finetune: trains a ReLU model to be sparse with the HF Trainer.
 
-While it runs, everything lies in `OUT.run`: the tokens, the resolved recipe and the checkpoints.
-OUT appears when the run is complete.
+During the run, `OUT.run` holds the tokens, the resolved recipe and the checkpoints. OUT appears
+when the run is complete.
 """
 
 import contextlib
@@ -59,8 +59,11 @@ PATIENCE = timedelta(days=1)  # the other processes wait while the first one tok
 
 @dataclass(frozen=True)
 class FineTuned(Shown):
-    """What a run ended with. Cross-entropies and `teacher_kl`, which is None without a teacher, are
-    held-out nats a token, None without such text; so are `answers`, which the teacher wrote."""
+    """Results of a run. Cross-entropies and `teacher_kl` are in nats per token of held-out text.
+
+    They are None without such text; `teacher_kl` and `answers`, which compares the model's answers
+    with the teacher's, also without a teacher.
+    """
 
     out: Path
     num_steps: int
@@ -102,12 +105,11 @@ def finetune(
 ) -> FineTuned:
     """Fine-tune the ReLU `model` into `out`. Under torchrun, call it in every process.
 
-    `settings` are the fields of `Recipe`, like `data=[...]` or `density=0.03`; they win
-    over `recipe`: a YAML file, the name of a shipped recipe, or a `Recipe`; with `resume`, None is
-    what the run began with.
-    `recipe_file`, where a `Recipe` was read, is spared like all other inputs; `progress` receives
-    what the run reports. Raises `TwellError`; `Interrupted` after Ctrl-C, with a checkpoint that
-    `resume` goes on from.
+    `settings` are the fields of `Recipe`, such as `data=[...]` or `density=0.03`. They override
+    `recipe`: a YAML file, the name of a shipped recipe, or a `Recipe`. With `resume`, None means
+    the recipe that the run began with. `recipe_file`, from which a `Recipe` was read, is never
+    overwritten, like all other inputs. `progress` receives what the run reports. Raises
+    `TwellError`, or after Ctrl-C `Interrupted`, with a checkpoint from which `resume` continues.
     """
     out, recipe_file = from_home(out), recipe_file or file_of(recipe)
     recipe = resolve_recipe(recipe or recipe_to_resume(out, resume), settings)

@@ -25,7 +25,7 @@ Message = dict[str, str]  # role and content
 
 @dataclass(frozen=True)
 class Drawing:
-    """How an answer is drawn, and how long it may be."""
+    """How an answer is sampled, and how long it may be."""
 
     max_tokens: int | None = setting(
         None,
@@ -46,12 +46,12 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a generation has done up to now.
+    """Figures of a generation so far; None: not known (yet).
 
-    `tokens_per_second` is over the steps behind the first one, which sets up what the others use;
-    `first_seconds` from the prompt to its first token, the model loaded; `density` the mean share
-    of neurons that fired. None: not known (yet). `cut`: the most tokens came, and no end;
-    `is_empty`: the end came before any text.
+    `tokens_per_second` leaves out the first step, which sets up what the others use.
+    `first_seconds` is the time from the prompt to its first token, with the model loaded. `density`
+    is the mean share of neurons that fired. `cut`: the answer reached the most tokens without an
+    end. `is_empty`: it ended before any text.
     """
 
     prompt_tokens: int
@@ -64,7 +64,7 @@ class Figures:
 
 
 class Generation:
-    """The text after a prompt: iterate once, it comes piece by piece; `figures` at any time."""
+    """The text after a prompt. Iterate over it once, piece by piece; read `figures` at any time."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Generation:
             yield rest
 
     def text(self) -> str:
-        """All of it, at once."""
+        """The whole text at once."""
         return "".join(self)
 
     def _repr_html_(self) -> str:
@@ -142,13 +142,13 @@ def generate(
     note: Callable[[str], None] = lambda text: None,
     **drawing: Any,
 ) -> Generation:
-    """Load `model` (a folder, an export or a hub id); the text after `prompt`, to iterate.
+    """Load `model` (a folder, an export or a hub id) and return the text after `prompt`.
 
-    `chat` sends the prompt through the chat template as a user's message; None does where there is
-    a template. `chat_template`, a file, replaces the model's, and knows `chat_template_kwargs`,
-    too. `drawing` are the fields of `Drawing`: without `max_tokens` it is up to `MAX_TOKENS`, as
-    the context allows; temperature 0, the default, takes the likeliest token each time. `gates` as
-    of `load`. Raises `TwellError`.
+    `chat` sends the prompt through the chat template as a user's message; None does so if there is
+    a template. `chat_template`, a file, replaces the model's. The template gets
+    `chat_template_kwargs`. `drawing` are the fields of `Drawing`. Without `max_tokens`, at most
+    `MAX_TOKENS` are written, as the context allows. Temperature 0, the default, always takes the
+    likeliest token. `gates` is as in `load`. Raises `TwellError`.
     """
     chosen(Drawing, drawing)
     _check_text(prompt)
@@ -158,7 +158,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is loaded, for one prompt after the other; made by `load`."""
+    """A loaded model, for one prompt after another; made by `load`."""
 
     checkpoint: Checkpoint
     tokenizer: "PreTrainedTokenizerBase"
@@ -172,10 +172,10 @@ class Loaded:
         chat_template_kwargs: dict[str, Any] | None = None,
         **drawing: Any,
     ) -> Generation:
-        """The text after `prompt`, to iterate, or at once by `text()`; all else as in `generate`.
+        """The text after `prompt`: iterate over it, or call `text()`. The rest is as in `generate`.
 
-        `prompt` may be a conversation, too, whose next turn is the model's; it is cut where the
-        context ends. One at a time: the one before must have been read to its end, or closed.
+        `prompt` can also be a conversation whose next turn is the model's. The text is cut where
+        the context ends. First read the previous text to its end, or close it.
         """
         how = chosen(Drawing, drawing)
         _check_text(prompt)
@@ -220,8 +220,8 @@ def load(
 ) -> Loaded:
     """Load `model` (a folder, an export or a hub id). Raises `TwellError`.
 
-    `gates` "screened": a copy of W_gate in 4 bits, made now, tells which of its rows a step of one
-    row needs, where that takes one kernel and is faster.
+    `gates` "screened": a 4-bit copy of W_gate, made now, selects the rows that a step of one
+    sequence reads, if one kernel can run the step and is faster.
     """
     check_gates(gates)
     checkpoint = open_checkpoint(model)
@@ -248,15 +248,15 @@ def _check_text(prompt: str | list[Message]) -> None:
 
 @dataclass(frozen=True)
 class Answering(Drawing):
-    """As of `generate`, for answers that may be longer."""
+    """As in `generate`, for answers that may be longer."""
 
     max_tokens: int | None = setting(1024, "Most tokens per answer.", at_least=1)
 
 
 class Chat:
-    """What was said to `model` and what it answered, from a system message on, if there is one.
+    """A conversation with `model`, with a system message if there is one.
 
-    `how`: settings of `Loaded.generate`, of all answers. `figures` are those of the last answer.
+    `how`: settings of `Loaded.generate` for all answers. `figures` are those of the last answer.
     Raises `TwellError` for a model without a chat template.
     """
 
@@ -276,9 +276,9 @@ class Chat:
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
 
     def ask(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """The answer, piece by piece, until it ends or is `stopped`; then it has been said.
+        """Yield the answer, piece by piece, until it ends or is `stopped`; then keep both messages.
 
-        Without an answer `text` has not been said, either. Raises `TwellError`.
+        Without any answer, `text` is not kept, either. Raises `TwellError`.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         made = self._model.generate(asked, **self._how)

@@ -1,7 +1,7 @@
 """twellctl profile: how many neurons fire, by layer, and the slots that a packed gate needs.
 
-Windows at even strides through the text are run through the dense model. All counts are exact.
-Density by position in the window and by kind of text is counted in the same pass.
+The dense model reads evenly spaced windows of the text. All counts are exact. The same pass counts
+the density by position in the window and by kind of text.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ def profile(
 ) -> Profile:
     """Measure the ReLU `model` on `windows` windows of `seq_len` tokens of the text in `data`.
 
-    `data` is a file or folder, or several: each a kind of text by its name, or by NAME=FILE.
-    `settings` are the fields of `Reading`; `seq_len` None is 1024, or the model's context where
-    that is shorter. Computes in bf16 on CUDA,
-    in float32 on the CPU. `progress(done, total)` receives windows. Raises `TwellError`.
+    `data` is a file or folder, or several. Each is one kind of text, called like the file or, with
+    NAME=FILE, NAME. `settings` are the fields of `Reading`; `seq_len` None means 1024, or the
+    model's context if that is shorter. Computes in bf16 on CUDA and in float32 on the CPU.
+    `progress(done, total)` receives windows. Raises `TwellError`.
     """
     how = chosen(Reading, settings | {"data": data})
     if not how.data:

@@ -1,7 +1,7 @@
-"""twellctl quickstart: the whole job on a tiny model, on any machine, without a download.
+"""twellctl quickstart: the whole pipeline on a tiny model, on any machine, without a download.
 
-It trains a SiLU Llama on the standard library's own source, then does with it what a user does with
-a real model: fit, fine-tune, profile, export, load the export, generate.
+It trains a SiLU Llama on the source of Python's standard library, then does what a user does with a
+real model: fit, fine-tune, profile, export, load the export, generate.
 """
 
 import contextlib
@@ -54,8 +54,9 @@ PROMPT = "def __init__(self"
 
 @dataclass(frozen=True)
 class QuickStarted:
-    """What changed from the SiLU model to its sparse export; losses are nats a token,
-    and densities shares of neurons that fire, on held-out text."""
+    """What changed from the SiLU model to its sparse export, on held-out text.
+
+    Losses are nats per token, and densities are shares of neurons that fire."""
 
     out: Path
     export: Path
@@ -75,10 +76,10 @@ def quickstart(
     progress: Bar = lambda what: contextlib.nullcontext(lambda done, total: None),
     run: Progress | None = None,
 ) -> QuickStarted:
-    """Do the whole job into the folder `out`, in under three minutes on two CPU cores.
+    """Run the whole pipeline into the folder `out`, in under three minutes on two CPU cores.
 
-    `note` receives each step; `progress(what)` gives, inside, what receives `(done, total)`; `run`
-    what fine-tuning reports.
+    `note` receives each step. `progress(what)` is a context that gives a function for `(done,
+    total)`. `run` receives what fine-tuning reports.
     """
     out = from_home(out)
     torch.set_num_threads(1)  # so small a model gains little from more, and loses when it is busy

@@ -54,15 +54,16 @@ def serve_local(
 ) -> None:
     """Serve `model` (a folder or hub id) until SIGINT or SIGTERM. Raises `TwellError`.
 
-    `settings` are the fields of `Serving`. With `api_key` clients must send it; only then `host`
-    may be one that others can reach. `allow_hosts` are names that Host and Origin headers may bear
-    (see serving/access.py). A signal lets what runs go on for `drain` seconds, a second one ends it
-    at once. `names` are what clients may call it, in the place of the folder's name.
-    `chat_template`, a file, replaces the model's, and all requests pass it `chat_template_kwargs`.
-    With `own_sampling` generation_config.json decides of temperature and the like where a request
-    does not. `gates` as of `twellctl.generate.load`. `on_ready` is called with what is served and
-    the server's URL, which ends in its port, once requests are taken; `log` with a line for each
-    request that was answered. Port 0 takes a free one. Signals are only heeded in the main thread.
+    `settings` are the fields of `Serving`. If `api_key` is set, clients must send it; only then can
+    `host` be an address that other machines can reach. `allow_hosts` are names that Host and Origin
+    headers may have (see serving/access.py). After a signal, running answers have `drain` seconds
+    to finish; a second one ends them at once. `names` are the model's names in requests, instead of
+    the folder's name. `chat_template`, a file, replaces the model's, and gets
+    `chat_template_kwargs` in all requests. With `own_sampling`, temperature and the like default to
+    generation_config.json. `gates` is as in `twellctl.generate.load`. Once the server takes
+    requests, `on_ready` is called with what is served and the URL, which ends in the port. `log`
+    receives one line per answered request. Port 0 takes a free one. Signals work only in the main
+    thread.
     """
     how = chosen(Serving, settings)
     access = access_of(how.host, api_key, allow_hosts)
@@ -119,9 +120,9 @@ def load_served_model(
 
 
 def sampling_of(config: Any) -> dict[str, float]:
-    """What a generation_config.json says of how tokens are drawn, as far as it can be done.
+    """The sampling that a generation_config.json asks for, as far as it is supported.
 
-    One that says that none are drawn does not decide how.
+    If it turns sampling off, only its repetition_penalty counts.
     """
     found = {}
     for name, plain in DEFAULTS.items():
@@ -143,9 +144,10 @@ async def serve(
     drain: float = 0,
     log: Callable[[str], None] | None = None,
 ) -> None:
-    """Answer requests until `stop` is set or a signal comes; what runs then has `drain` seconds.
+    """Answer requests until `stop` is set or a signal comes.
 
-    The engine is closed then; its worker is not waited for without end.
+    Running ones then have `drain` seconds. The engine is closed after that, without waiting
+    endlessly for its worker.
     """
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
     limits, traffic = limits or Limits(), Traffic()
@@ -197,7 +199,7 @@ def _served_name(checkpoint: Checkpoint) -> str:
 
 
 def access_of(host: str, key: str | None, names: Sequence[str]) -> Access:
-    """Who may ask a server that listens on `host`; beyond loopback there must be a key."""
+    """Who may send requests to a server on `host`; beyond loopback a key is required."""
     beyond = not is_loopback(host)
     if not host or re.fullmatch(r"\[.*\]|[^:]*:\d+|\[.*\]:\d+", host):
         raise UsageError(

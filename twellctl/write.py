@@ -1,7 +1,7 @@
-"""twellctl write: answers of a model to prompts of people, to fit and to train its ReLU form on.
+"""twellctl write: a model's answers to people's prompts, as text for fitting and training.
 
-What a sparse form of a model never reads in training it forgets. A chat model answers in a way that
-no text of other authors has. So it answers prompts, many at a time.
+A sparse model forgets what its training text lacks, and no other author writes as a chat model
+answers. So the model itself answers prompts, many at a time.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _SHOWN_EVERY = 1.0  # seconds
 
 @dataclass(frozen=True)
 class Writing:
-    """How much is written, and how it is drawn."""
+    """How much is written, and how tokens are sampled."""
 
     tokens: int | None = setting(
         None, "Tokens to write. [default: each prompt is answered once]", at_least=1
@@ -58,10 +58,10 @@ class Writing:
 
 @dataclass(frozen=True)
 class Written(Shown):
-    """What is in `out`: lines, and the tokens that fine-tuning reads of them, nearly.
+    """What is in `out`: the number of `texts`, and about how many `tokens` fine-tuning reads.
 
-    `cut` texts reached the limit. `drawn`: how many tokens the model wrote in so many `seconds`,
-    without the prompts. `is_relu`: it is a ReLU model.
+    `cut` texts reached the limit. The model wrote `drawn` tokens, without the prompts, in `seconds`
+    seconds. `is_relu`: it is a ReLU model.
     """
 
     out: Path
@@ -97,17 +97,16 @@ def write(
 ) -> Written:
     """Let `model`, SiLU or ReLU, answer `prompts` into the jsonl file `out`.
 
-    `settings` are the fields of `Writing`. Prompts are rows of `prompt` or `messages`
-    (`read_prompts`). A line is `messages`, a prompt and the model's answer, in an order that `seed`
-    draws. All are answered once (`tokens` None), or until there are `tokens`, several times by
-    other draws; `temperature` 0 is greedy, and answers once. The chat template knows
-    `chat_template_kwargs`, too.
+    `settings` are the fields of `Writing`. Prompts are read by `read_prompts`, and answered in a
+    random order set by `seed`. Each line has `messages`, a prompt and the model's answer, and `by`,
+    which says that this command wrote it. With `tokens` None, each prompt is answered once.
+    Otherwise prompts are answered again with new samples until there are `tokens`; `temperature` 0
+    is greedy, and answers once. The chat template gets `chat_template_kwargs`.
 
-    An answer has `max_tokens` at most, and is cut there; None is `MAX_TOKENS`, or what the model's
-    context leaves. `by` says that this command wrote a line. `batch_size` texts at most are written
-    at once, fewer where there is no memory for more. What is begun is written to its end. Lines go
-    to `out` as they come, and those that are there can be used, however the run ends. `overwrite`
-    replaces what this command wrote, once there is a first line. Raises `TwellError`.
+    Answers are cut at `max_tokens`; None means `MAX_TOKENS`, or what the model's context leaves. At
+    most `batch_size` answers are written at once, or fewer if memory is short. Answers that were
+    begun are completed. Lines go to `out` as they are written, and can be used however the run
+    ends. `overwrite` replaces a file of this command, at the first new line. Raises `TwellError`.
     """
     out, how = from_home(out), chosen(Writing, settings)
     _check_out(out, overwrite)

@@ -225,7 +225,7 @@ def doctor(
 ) -> None:
     """Check what works here and what to install.
 
-    With a folder, also check whether its config.json fits its weights and its code is unchanged.
+    With a folder, also check whether twellctl can read it as a model and its code is unchanged.
     """
     ui.doing("looking at the machine, the libraries and the kernels")
     from twellctl.doctor import doctor as run
