@@ -198,6 +198,7 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     checks.refuse_dtypes(name, tensors, {checks.FP8} if twell_config.is_fp8(config) else set())
     refuse_wrapped(name, tensors)
     ffn = checks.ffn_shape(name, config, tensors)
+    checks.compare_sizes(name, config, tensors, ffn)
     both = [tensors[weight] for weight in (checks.EMBEDDINGS, checks.HEAD) if weight in tensors]
     tied = len(both) == 2 and config.get("tie_word_embeddings") is not False
     if tied and not _are_equal(path, *both):  # readers part here: some write one over the other

@@ -16,6 +16,7 @@ SIZES += ("max_position_embeddings", "sliding_window")
 _OTHER_DTYPES = {"BOOL", "I32", "I64"}  # of masks and positions
 FP8 = "F8_E4M3"  # as safetensors spells it
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_KEYS_VALUES = re.compile(r"(.+\.self_attn)\.[kv]_proj\.weight")
 _FFN_WEIGHT = re.compile(r"(.+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
 _EXPERTS = re.compile(r"(\w+_)?(num|n)_(local_|routed_)?experts")
 _FUSED, _SPLIT = {"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"}
@@ -120,6 +121,48 @@ def ffns_of(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
         if match := _FFN_WEIGHT.fullmatch(name):
             ffns.setdefault(match[1], {})[match[2]] = tensor
     return ffns
+
+
+def compare_sizes(name: str, config: dict, tensors: dict[str, TensorInfo], ffn: FfnShape) -> None:
+    """Refuse a config.json that contradicts the weights, as far as their headers show it.
+
+    Only what stands there is compared: families differ in their defaults and names, and what this
+    passes by transformers judges when it loads the model.
+    """
+    again = "fetch config.json and weights again, from one place"
+    given = {key: config[key] for key in SIZES if type(config.get(key)) is int}
+    for key, size in (
+        ("hidden_size", ffn.hidden_size),
+        ("intermediate_size", ffn.intermediate_size),
+    ):
+        if given.get(key, size) != size:
+            raise TwellError(f"{name}: {key} is {given[key]}, but its FFNs have {size}: {again}")
+    for tensor in tensors.values():
+        rows = _rows_by_config(tensor.name, given, tensors)
+        if rows is not None and tensor.shape[:1] != (rows,):
+            raise TwellError(
+                f"{name}: {tensor.name} is {list(tensor.shape)}, by config.json it has {rows} rows:"
+                f" {again}"
+            )
+    untied = config.get("tie_word_embeddings") is False
+    if untied and EMBEDDINGS in tensors and HEAD not in tensors:
+        raise TwellError(f"{name} lacks {HEAD}, which tie_word_embeddings false asks for: {again}")
+
+
+def _rows_by_config(
+    tensor: str, sizes: dict[str, int], tensors: dict[str, TensorInfo]
+) -> int | None:
+    """Rows of a weight by what config.json says; None where it does not say so much."""
+    if tensor in (EMBEDDINGS, HEAD):
+        return sizes.get("vocab_size")
+    if not (match := _KEYS_VALUES.fullmatch(tensor)) or "num_key_value_heads" not in sizes:
+        return None
+    head_dim, heads = sizes.get("head_dim"), sizes.get("num_attention_heads")
+    if head_dim is None and heads is not None:  # a family's own default, or what queries have
+        queries = tensors.get(f"{match[1]}.q_proj.weight")
+        if queries is not None and queries.shape[:1] == (sizes.get("hidden_size"),):
+            head_dim = sizes["hidden_size"] // heads
+    return head_dim and head_dim * sizes["num_key_value_heads"]
 
 
 def _size(name: str, config: dict, key: str) -> None:
