@@ -200,7 +200,7 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
         ({"new_tokens": 2500}, "must be at most 2048, the context, got 16 and 2500"),
         (
             {"model": str(relu_llama), "data": (str(text_file),)},
-            "config is of a random model: leave out MODEL and --data, or --config",
+            "config is for a random model: leave out MODEL and --data, or --config",
         ),
         ({"densities": (0.0,)}, "density must be > 0"),
         (

@@ -116,7 +116,9 @@ def test_a_fine_tuned_model_has_a_verdict_without_an_evaluation(cli, success, sp
     _, err = success("export", bare, tmp_path / "mute")
     assert err[-1].startswith(f"beware: {bare} has no tokenizer")
     _, err = success("export", sparse, tmp_path / "out")
-    assert any(line.startswith("nobody has measured what this model writes") for line in err)
+    assert any(
+        line.startswith("this model's answers to tasks have not been measured") for line in err
+    )
     assert not any(line.startswith("beware") for line in err)  # as of a model only converted
     report = json.loads((sparse / "twell_finetune.json").read_text())
     section = card_of(tmp_path / "out")[1].partition("## What it writes\n\n")[2]
@@ -128,7 +130,7 @@ def test_a_fine_tuned_model_has_a_verdict_without_an_evaluation(cli, success, sp
     judged = tmp_path / "eval.json"
     judged.write_text(json.dumps(evaluation(sparse)))
     code, _, err = cli("export", sparse, tmp_path / "other", "--eval", judged)
-    assert (code, any("nobody" in line for line in err)) == (0, False)
+    assert (code, any("have not been measured" in line for line in err)) == (0, False)
 
 
 def test_an_exports_export_keeps_what_the_run_was_told(sparse, tmp_path):
@@ -167,11 +169,11 @@ def test_hostile_reports_and_tasks_mean_nothing(sparse, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"eval_schema_version": None}, "is no evaluation that this twellctl reads"),
-        ({"fingerprint": "0"}, "is of another model"),
-        ({"tasks": [{"task": "x"}]}, "is no whole evaluation ('accuracy')"),
-        ({"text": {"score": {"cross_entropy": None}}}, "is no whole evaluation"),
-        ({"answers": {"answers": 3, "kl": 0.1}}, "is no whole evaluation"),
+        ({"eval_schema_version": None}, "is not an evaluation that this twellctl can read"),
+        ({"fingerprint": "0"}, "is for another model"),
+        ({"tasks": [{"task": "x"}]}, "is not a complete evaluation ('accuracy')"),
+        ({"text": {"score": {"cross_entropy": None}}}, "is not a complete evaluation"),
+        ({"answers": {"answers": 3, "kl": 0.1}}, "is not a complete evaluation"),
     ],
 )
 def test_what_is_no_evaluation_is_refused(refusal, sparse, tmp_path, changes, sentence):
@@ -200,7 +202,7 @@ def test_what_eval_writes_goes_into_the_card(
     assert of_text == pytest.approx(wanted, abs=1e-6)
     assert "| sums | acc_norm | 3 | 50.0% |" in text
     code, _, err = cli("export", relu_llama, tmp_path / "other", "--eval", judged)
-    assert (code, "is of another model" in err[0]) == (1, True)
+    assert (code, "is for another model" in err[0]) == (1, True)
 
 
 def test_what_fires_is_told_by_an_evaluation_where_nothing_else_does(silu_llama, tmp_path):
@@ -293,13 +295,13 @@ def test_what_bench_decode_writes_goes_into_the_card(success, relu_llama, text_f
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"command": "bench model"}, "is no bench of decoding that this twellctl reads"),
-        ({"schema_version": 2}, "is no bench of decoding that this twellctl reads"),
-        ({"models": []}, "is no whole bench of decoding"),
-        ({"models": [{"model": {}, "points": []}]}, "is no whole bench of decoding"),
-        ({"settings": None}, "is no whole bench of decoding"),
-        ({"settings": {"quantize": "fp8"}}, "is of weights in another precision"),
-        ({"of another": True}, "is of another model"),
+        ({"command": "bench model"}, "is not a 'bench decode' file that this twellctl can read"),
+        ({"schema_version": 2}, "is not a 'bench decode' file that this twellctl can read"),
+        ({"models": []}, "is not a complete 'bench decode' file"),
+        ({"models": [{"model": {}, "points": []}]}, "is not a complete 'bench decode' file"),
+        ({"settings": None}, "is not a complete 'bench decode' file"),
+        ({"settings": {"quantize": "fp8"}}, "is for weights in another precision"),
+        ({"of another": True}, "is for another model"),
     ],
 )
 def test_what_is_no_bench_of_it_is_refused(refusal, relu_llama, tmp_path, change, sentence):

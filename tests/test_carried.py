@@ -131,7 +131,7 @@ def test_a_pipe_in_a_model_folder_is_not_waited_for(source, tmp_path, name):
     if name == "README.md":
         convert(source, tmp_path / "out")
     else:
-        with pytest.raises(TwellError, match=r"tokenizer\.json is no regular file"):
+        with pytest.raises(TwellError, match=r"tokenizer\.json is not a regular file"):
             convert(source, tmp_path / "out")
 
 

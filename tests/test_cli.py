@@ -120,7 +120,7 @@ def test_the_home_folder_in_paths_that_no_shell_has_seen(cli, silu_llama, tmp_pa
     assert cli("convert", "a\0b", "out") == (
         2,
         "",
-        ["error: 'a\\x00b' is no path: it holds a NUL character"],
+        ["error: 'a\\x00b' is not a path: it contains a NUL character"],
     )
     named = tmp_path / "\udcff"
     named.symlink_to(silu_llama)

@@ -145,7 +145,9 @@ def test_help_is_quick_and_light():
 def test_a_hub_id_that_cannot_be_fetched(tmp_path):
     done = run("convert", "--quiet", "nobody/nothing", tmp_path / "out", HF_HUB_OFFLINE="1")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    words = "nobody/nothing is no local folder and could not be fetched from the hub (check the id"
+    words = (
+        "nobody/nothing is not a local folder and could not be fetched from the hub (check the id"
+    )
     assert words in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -154,7 +156,9 @@ def test_a_mistyped_folder_is_told_what_there_is(tmp_path, monkeypatch):
     (tmp_path / "demo/silu").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: 1 / 0)
-    with pytest.raises(TwellError, match=r"no local folder \(demo holds silu\) and could not"):
+    with pytest.raises(
+        TwellError, match=r"is not a local folder \(demo holds silu\) and could not"
+    ):
         open_checkpoint("demo/sillu")
 
 

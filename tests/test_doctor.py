@@ -274,7 +274,7 @@ def test_a_library_that_does_not_fit(monkeypatch):
 def test_folders(success, relu_llama, silu_llama, export_llama):
     success("doctor")
     for folder in (relu_llama, silu_llama):
-        assert "none: this is no export" in success("doctor", folder)[0]
+        assert "none: this is not an export" in success("doctor", folder)[0]
     assert "files, intact: this twellctl's own" in success("doctor", export_llama)[0]
 
 

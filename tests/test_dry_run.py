@@ -37,7 +37,7 @@ def test_it_measures_and_writes_nothing(cli, relu_llama, text_file, tmp_path):
     peak, total = re.fullmatch(r"(\S+) of (\S+) GiB of memory", stdout[2]).groups()
     assert 0 < float(peak) <= float(total)
     assert stdout[3].startswith("a checkpoint takes 0.000")
-    assert stdout[4].startswith("its speed, measured with random weights: twellctl bench decode")
+    assert stdout[4].startswith("to measure its speed with random weights: twellctl bench decode")
     assert len(stdout) == 5
     assert list(tmp_path.iterdir()) == []
 

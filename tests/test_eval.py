@@ -107,7 +107,7 @@ def test_another_tokenizer_is_refused(make_model, relu_llama, text_file, tmp_pat
 
     others = [fewer, with_tokenizer("vocabulary", rename), make_model("llama", vocab_size=600)]
     for other in others:
-        with pytest.raises(TwellError, match=r"reference .* has another tokenizer than"):
+        with pytest.raises(TwellError, match=r"reference .* has a different tokenizer from"):
             evaluate(relu_llama, text_file, reference=other, windows=2, seq_len=16)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
 

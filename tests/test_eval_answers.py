@@ -311,7 +311,7 @@ def test_what_cannot_be_compared_is_refused(silu_llama, make_model, tmp_path):
     with pytest.raises(UsageError, match="limit must be >= 1, got 0"):
         compare(silu_llama, silu_llama, limit=0)
     other = make_model("llama", vocab_size=600)
-    with pytest.raises(TwellError, match=r"the second model .* has another tokenizer than"):
+    with pytest.raises(TwellError, match=r"the second model .* has a different tokenizer from"):
         compare(silu_llama, other)
 
 

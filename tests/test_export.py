@@ -231,7 +231,7 @@ def test_refusals_leave_nothing(relu_llama, silu_llama, make_model, text_file, t
     of_other = profile(tmp_path / "other", [str(text_file)], windows=1, seq_len=16)
     save_profile(of_other, tmp_path / "profile.json")
     out = tmp_path / "out"
-    with pytest.raises(TwellError, match=r"profile.json is of another model \(.*other\)"):
+    with pytest.raises(TwellError, match=r"profile.json is for another model \(.*other\)"):
         export(relu_llama, out, profile=tmp_path / "profile.json")
     (tmp_path / "profile.json").write_text('{"schema_version": 7}')
     with pytest.raises(TwellError, match="schema_version 7, this twellctl reads 1"):

@@ -172,7 +172,7 @@ def test_steps_that_cannot_be_recorded_are_taken_as_ever(
     monkeypatch.setattr(build, "_captures", lambda recipe: True)
     monkeypatch.setattr(trainer, "CapturedPart", refuse)
     out = finetune(relu_llama, tmp_path / "out", small(text_file), progress=progress).out
-    assert "steps are not recorded as a CUDA graph, and so slower: not permitted" in notes
+    assert "steps are slower, because no CUDA graph is recorded: not permitted" in notes
     assert_same_weights(out, uninterrupted.out)
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_answers")
         ("empty.jsonl", b"\n", "holds no text"),
         ("broken.jsonl", b'{"text": "fine"}\n{"text": \n', ":2 is not valid JSON"),
         ("column.jsonl", b'{"body": "fine"}\n', "--text-column"),
-        ("broken.parquet", b"PAR1", "no readable parquet"),
+        ("broken.parquet", b"PAR1", "not a readable parquet"),
         ("text.docx", b"PK", "none of .jsonl"),
         ("short.txt", b"one two three", "fewer than one batch"),
     ],
@@ -102,7 +102,7 @@ def test_overwrite_spares_a_run_folder_that_is_not_ours(relu_llama, text_file, t
     theirs = tmp_path / "out.run" / "diary.txt"
     theirs.parent.mkdir()
     theirs.write_text("mine")
-    with pytest.raises(TwellError, match="no run of ours"):
+    with pytest.raises(TwellError, match="not a run of twellctl"):
         finetune(relu_llama, tmp_path / "out", small(text_file), overwrite=True)
     assert theirs.read_text() == "mine"
 

@@ -96,7 +96,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
         monkeypatch.setattr("twellctl.training.trainer.mark_complete", marked)
     else:
         monkeypatch.setattr(torch, "save", saved)
-    said = r"(No space left|room left\?).*--resume goes on from checkpoint-3$"
+    said = r"(No space left|room left\?).*--resume continues from checkpoint-3$"
     with pytest.raises(TwellError, match=said):
         finetune(relu_llama, tmp_path / "out", small(text_file, save_steps=3))
     assert not (tmp_path / "out").exists()
@@ -186,7 +186,7 @@ def test_ctrl_c_under_torchrun_saves_a_checkpoint(started, relu_llama, text_file
     both[1].send_signal(signal.SIGTERM)  # as torchrun ends those that are left
     both[1].wait()
     both[0].stderr.close()
-    assert "go on with the same command and --resume" in rest
+    assert "continue with the same command and --resume" in rest
     assert last_checkpoint(run_folder(out)) is not None
     assert not out.exists()
 
@@ -242,7 +242,7 @@ def test_ctrl_c_is_answered_before_the_step_ends(relu_llama, text_file, tmp_path
 
 @pytest.mark.parametrize(
     ("save_steps", "said"),
-    [(3, "--resume goes on from checkpoint-3"), (0, "no checkpoint was complete")],
+    [(3, "--resume continues from checkpoint-3"), (0, "no checkpoint was complete")],
 )
 def test_a_second_ctrl_c_says_what_remains(relu_llama, text_file, tmp_path, save_steps, said):
     recipe = small(text_file, save_steps=save_steps)

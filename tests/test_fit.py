@@ -256,7 +256,7 @@ def test_what_is_refused(make_model, text_file, tmp_path):
     alike.write_text(json.dumps({"text": "\n" * 40000}) + "\n")
     refused(make_model, alike, out, "all alike")
     assert not (tmp_path / "out.run").exists()
-    refused(make_model, text_file, out, "is of a fit", UsageError, data=[], steps=3)
+    refused(make_model, text_file, out, "is for a fit", UsageError, data=[], steps=3)
     refused(make_model, text_file, out, "density", UsageError, density=1.5)
     convert(make_model("llama"), tmp_path / "relu")
     with pytest.raises(TwellError, match="already ReLU"):
@@ -279,7 +279,7 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, 
     assert code == 0
     assert "2048 tokens, 2 layers of 32 x 96 and a map of rank 16" in said
     assert not out.exists()
-    kept = f"{out}.run keeps the layers that were fitted: the same command goes on"
+    kept = f"{out}.run keeps the layers that were fitted: repeat the command to continue"
     for stop, code, said in ((interrupt, 130, [kept, "error: interrupted"]), (end, 143, [kept])):
         with monkeypatch.context() as patch:
             patch.setattr(screen, "fitting", stop)

@@ -190,9 +190,9 @@ def test_a_file_of_other_columns_is_told_by_the_first_of_them(relu_llama, tmp_pa
 def test_a_pipe_is_no_text(relu_llama, tmp_path, refusal):
     pipe = tmp_path / "pipe.jsonl"
     os.mkfifo(pipe)
-    assert f"{pipe} is no regular file" in refusal("profile", relu_llama, "--data", pipe)
+    assert f"{pipe} is not a regular file" in refusal("profile", relu_llama, "--data", pipe)
     os.rename(pipe, tmp_path / "pipe.json")
-    with pytest.raises(TwellError, match="no regular file"):
+    with pytest.raises(TwellError, match="not a regular file"):
         read_profile(tmp_path / "pipe.json")
 
 

@@ -69,15 +69,20 @@ def test_out_exists(model, refused, tmp_path):
     out.mkdir()
     refused((f"{out} exists", "--overwrite"), model, out)
     (out / "notes.txt").write_text("mine")
-    refused(("is none of ours", "would destroy it"), model, out, "--overwrite")
+    refused(("was not written by twellctl", "would destroy it"), model, out, "--overwrite")
     for name in (".git", "checkpoint-3"):  # in a model of ours
         mine = tmp_path / f"with{name}"
         convert(model, mine)
         (mine / name).mkdir()
-        refused((f"holds {name}, which is none of ours", "destroy it"), model, mine, "--overwrite")
+        refused(
+            (f"holds {name}, which was not written by twellctl", "destroy it"),
+            model,
+            mine,
+            "--overwrite",
+        )
         shutil.rmtree(mine)
     (out / "config.json").write_text('{"name": "of some other program"}')
-    refused(("is none of ours", "would destroy it"), model, out, "--overwrite")
+    refused(("was not written by twellctl", "would destroy it"), model, out, "--overwrite")
     (tmp_path / "file").write_text("mine")
     refused(("is not a folder", "choose another name"), model, tmp_path / "file", "--overwrite")
     refused(("is not a folder you may write to",), model, tmp_path / "file" / "out")
@@ -324,7 +329,7 @@ def test_an_old_one_that_cannot_be_put_back_stays(target, monkeypatch):
 def test_a_room_that_is_a_link_is_refused(target, tmp_path):
     (tmp_path / "mine" / "new").mkdir(parents=True)
     workspace_of(target).symlink_to(tmp_path / "mine")
-    with pytest.raises(TwellError, match="no folder of yours"), workspace_beside(target):
+    with pytest.raises(TwellError, match="not a folder of yours"), workspace_beside(target):
         pass
     assert (tmp_path / "mine" / "new").exists()
 

@@ -50,7 +50,7 @@ def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path)
     code, _, err = pipe()
     assert (code, err[-1]) == (
         1,
-        "error: many are lost (so): convert at a higher density or on more text, or go on with "
+        "error: many are lost (so): convert at a higher density or on more text, or continue with "
         "--keep-going",
     )
     assert not (out / "profile.json").exists()
@@ -80,7 +80,7 @@ def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
     ("steps", "said"),
     [
         ("model: {model}", "must have model and out, got "),
-        (STEPS + "fit: {{}}", "'fit' is none of model, out, write, convert"),
+        (STEPS + "fit: {{}}", "'fit' is not one of model, out, write, convert"),
         (STEPS + "finetune: 3", "finetune must hold flags of its command, got 3"),
         (STEPS + "finetune: {{taget-sparsity: 0.9}}", "No such option: --taget-sparsity"),
         (STEPS + "write: {{tokens: many}}", "Invalid value for '--tokens'"),

@@ -126,7 +126,7 @@ def of_a_usual_size(monkeypatch):
     [
         (0.01, "1.00% of the neurons fire: few enough for prompts and for decoding."),
         (0.04, "a gain token by token"),
-        (0.1, "a gain where few sequences are written side by side"),
+        (0.1, "a gain only where few sequences are decoded at once"),
         (0.3, "30.00% of the neurons fire: too many for a gain."),
     ],
 )

@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_told_with_the_layers_that_do(monkeypatch):
         ({"model_type": "nonesuch"}, "transformers makes no model of it"),
         ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"is quantised \(fp8\)"),
-        ({"hidden_act": None}, "is no gated SiLU model"),
+        ({"hidden_act": None}, "is not a gated SiLU model"),
     ],
 )
 def test_configs_that_make_no_model_are_refused(changes, said, tmp_path):

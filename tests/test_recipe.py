@@ -158,7 +158,7 @@ def test_no_such_recipe(tmp_path):
     text = refusal(UsageError, "standart")
     assert "standart" in text
     assert all(name in text for name in recipe_names())
-    assert "is no regular file" in refusal(TwellError, tmp_path)
+    assert "is not a regular file" in refusal(TwellError, tmp_path)
 
 
 def test_the_saved_recipe_repeats_the_run(tmp_path):

@@ -149,7 +149,7 @@ def test_resumed_on_other_numbers_of_processes(
 @pytest.mark.parametrize(
     ("how", "said", "kept"),
     [
-        ({"kill_at": 5}, "another process of this run has ended; --resume goes on from", {2, 4}),
+        ({"kill_at": 5}, "another process of this run has ended; --resume continues from", {2, 4}),
         ({"kill_in_save": True}, "another process of this run has ended; no checkpoint", set()),
         ({"full_at": 3}, "out.run could not be written: a checkpoint was not written", {2}),
         ({"first_full_after": 1}, "out.run could not be written: torch did not write", {2}),

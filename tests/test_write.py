@@ -166,7 +166,7 @@ def test_what_appears_at_out_meanwhile_is_not_lost(silu_llama, tmp_path, kind, s
         if not os.path.lexists(out):
             out.symlink_to(precious) if kind == "link" else out.write_text("precious")
 
-    with pytest.raises(TwellError, match="was made by another meanwhile"):
+    with pytest.raises(TwellError, match="was created by another process meanwhile"):
         write(silu_llama, out, **small, doing=another)
     assert out.read_text() == precious.read_text() == "precious"
 
@@ -195,7 +195,7 @@ def test_wrong_numbers_are_refused(silu_llama, tmp_path, wrong, said, small):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (None, "the model has no chat template, so it answers no prompts"),
+        (None, "the model has no chat template, so it cannot answer prompts"),
         ("{{ raise_exception('not so') }}", "refuses these messages: not so"),
         ("{{ messages[0].content + 1 }}", "the chat template refuses these messages"),
         ("{% for", "the chat template refuses these messages"),
@@ -230,7 +230,7 @@ def test_two_do_not_write_one_file(silu_llama, tmp_path, small):
 
 
 def test_models_and_files_that_do_not_serve_are_refused(make_model, silu_llama, tmp_path, small):
-    with pytest.raises(UsageError, match=r"no \.jsonl file"):
+    with pytest.raises(UsageError, match=r"is not a \.jsonl file"):
         write(silu_llama, tmp_path / "own.txt", prompts="p.jsonl")
     with pytest.raises(TwellError, match="context of 8 tokens is too short to write in"):
         write(make_model("llama", max_position_embeddings=8), tmp_path / "own.jsonl", **small)
@@ -249,7 +249,7 @@ def test_prompts_are_answered_as_generate_does(silu_llama, tokenizer, tmp_path):
     file, out, said = jsonl(tmp_path / "prompts.jsonl", rows), tmp_path / "own.jsonl", []
     how = {"prompts": file, "max_tokens": 12, "batch_size": 4, "temperature": 0.0}
     done = write(silu_llama, out, **how, tokens=10**6, note=said.append)
-    assert said == ["each prompt was answered once: greedily a second answer would be the same"]
+    assert said == ["each prompt was answered once: a second greedy answer would be the same"]
     stock = loading.load_model(open_checkpoint(silu_llama))
     known = []
     for chat in ASKED:

@@ -67,7 +67,7 @@ def convert(
     """
     out, fit = from_home(out), chosen(Fit, settings)
     if not fit.data and settings.keys() - {"data"}:
-        raise UsageError(f"{min(settings.keys() - {'data'})} is of a fit: give it text with data")
+        raise UsageError(f"{min(settings.keys() - {'data'})} is for a fit: give it text with data")
     if not fit.data:
         with claimed(out, overwrite=overwrite, inputs=(from_home(model),)) as claim:
             checkpoint = open_source(model, revision, fit)

@@ -57,7 +57,7 @@ def doctor(
 
 def _works(libraries: Finding, gpu: Finding, kernels: Finding, variables: Finding) -> Finding:
     if libraries.state != "ok":
-        return Finding("works", "bad", "not surely, before the libraries fit")
+        return Finding("works", "bad", "unclear until the libraries fit")
     if gpu.state != "ok":
         what = "all commands but bench, on the CPU; exports run over TwELL in plain PyTorch"
         return Finding("works", "ok", what)
@@ -93,7 +93,7 @@ def _find_bundle(checkpoint: Checkpoint) -> Finding:
     named = _named_code(checkpoint.path)
     exported = any(target.startswith("modeling_twell.") for target in named)
     if not exported and not (checkpoint.path / "twell_manifest.json").exists():
-        return Finding("bundle", "none", "none: this is no export")
+        return Finding("bundle", "none", "none: this is not an export")
     try:
         from twellctl.bundle.twell_bundle import make_bundle, read_bundle
 

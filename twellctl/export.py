@@ -108,7 +108,7 @@ def export(
         write_card(stage, out.name, checkpoint.path, **figures)
     if evaluation is None and not checkpoint.is_only_converted:
         note(
-            "nobody has measured what this model writes on tasks: 'twellctl eval "
+            "this model's answers to tasks have not been measured: 'twellctl eval "
             f"{checkpoint.name} --reference MODEL --tasks FILE --json FILE', then export --eval"
         )
     checkpoint.beware_of_noise(note)
@@ -183,7 +183,7 @@ def _completed(checkpoint: Checkpoint, found: Profile, label: str | Path, weight
     name = checkpoint.name
     if found.fingerprint != weights:
         raise TwellError(
-            f"{label} is of another model ({found.model}): "
+            f"{label} is for another model ({found.model}): "
             f"write one with 'twellctl profile {name} --data FILE --json FILE'"
         )
     if found.intermediate_size != checkpoint.own_neurons or any(

@@ -176,7 +176,7 @@ def _finetune(
             ) from error
         except TorchDynamoException as error:
             said = bounded(reason(error), 300)
-            raise TwellError(f"compiling failed: {said}; go on with --no-compile") from error
+            raise TwellError(f"compiling failed: {said}; continue with --no-compile") from error
         except RuntimeError as error:
             if not processes.is_lost_process(error):
                 raise
@@ -229,7 +229,7 @@ def _train(
     if sparsity.stopped_at is not None:
         raise Interrupted(
             f"interrupted at step {sparsity.stopped_at} of {trainer.state.max_steps}; the "
-            f"checkpoint is in {run}: go on with the same command and --resume"
+            f"checkpoint is in {run}: continue with the same command and --resume"
         )
     num_steps, logged = trainer.state.global_step, trainer.state.log_history
     first: dict[str, float] = next((e for e in logged if "eval_loss" in e), {})
@@ -272,7 +272,7 @@ def _tell_of_the_lost(run: Path, progress: Progress) -> None:
 def _kept(run: Path) -> str:
     """From where an interrupted run can be resumed."""
     kept = runs.last_checkpoint(run)
-    return f"--resume goes on from {kept.name}" if kept else "no checkpoint was complete"
+    return f"--resume continues from {kept.name}" if kept else "no checkpoint was complete"
 
 
 def _last_evaluation(trainer: SparseTrainer, progress: Progress) -> dict[str, float]:

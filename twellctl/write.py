@@ -131,7 +131,7 @@ def write(
             doing("writing" if bulk.why_slow is None else f"writing slowly ({bulk.why_slow})")
             done = _write_lines(out, was_there, _Texts(bulk, answers, how.tokens), progress, note)
     if how.temperature == 0 and done.tokens < (how.tokens or 0):
-        note("each prompt was answered once: greedily a second answer would be the same")
+        note("each prompt was answered once: a second greedy answer would be the same")
     return replace(done, is_relu=checkpoint.activation == "relu")
 
 
@@ -166,7 +166,7 @@ class _Answers:
         # when all are answered they are again, by other draws
         self._again = how.tokens is not None and how.temperature > 0
         if tokenizer.chat_template is None:
-            raise TwellError("the model has no chat template, so it answers no prompts")
+            raise TwellError("the model has no chat template, so it cannot answer prompts")
         added = tokenizer.added_tokens_decoder.items()
         self.special = frozenset(number for number, token in added if token.special)  # no text
         self._num_begun = self._context = self.longest = 0  # the longest that a text can become
@@ -315,7 +315,7 @@ def _write_lines(
 
 def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix != ".jsonl":
-        raise UsageError(f"{out} is no .jsonl file: finetune knows a text by its suffix")
+        raise UsageError(f"{out} is not a .jsonl file: finetune recognises text by its suffix")
     check_file(out, "the jsonl file", "text that write has written", is_written_file)
     if out.exists() and not overwrite:
         raise TwellError(f"{out} exists: choose another name, or replace it with --overwrite")

@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused(opened, tokenizer, make_model):
     with pytest.raises(TwellError, match="needs at least one token before it"):
         list(answers(model, tokenizer, [[]], max_new_tokens=2))
     hybrid = load_model(open_checkpoint(make_model("falcon_h1")))
-    with pytest.raises(TwellError, match=r"no texts side by side: FalconH1\w* keeps more"):
+    with pytest.raises(TwellError, match=r"several texts at once: FalconH1\w* keeps more"):
         list(answers(hybrid, tokenizer, [[1]]))
 
 

@@ -124,7 +124,7 @@ def _run_until_saved(run: Path, *words: object) -> int:
             launcher.terminate()  # which ends its processes
     saved = last_checkpoint(run).name
     assert launcher.returncode == 1
-    assert f"--resume goes on from {saved}" in told
+    assert f"--resume continues from {saved}" in told
     return int(saved.split("-")[1])
 
 

@@ -154,7 +154,7 @@ def test_sigterm_ends_the_command_with_0(started, relu_llama):
         "device": "cpu, float32",
         "engine": "transformers' own code (the decode kernels need an NVIDIA GPU)",
         "context": "256 tokens",
-        "running": "64 choices side by side at most (--max-running)",
+        "running": "64 concurrent choices at most (--max-running)",
     }
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/v1", url)
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as client:

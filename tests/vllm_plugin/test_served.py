@@ -137,7 +137,7 @@ def test_what_is_no_export_is_served_as_before(make_model, ask_vllm):
     ("changes", "settings", "told"),
     [
         ({"profiled": False}, {}, "config.json holds no profile"),
-        ({}, {"enable_lora": True}, "exports take no adapters: drop --enable-lora"),
+        ({}, {"enable_lora": True}, "exports do not support adapters: drop --enable-lora"),
     ],
 )
 def test_refused_in_one_line(make_export, ask_vllm, changes, settings, told):

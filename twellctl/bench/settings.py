@@ -80,7 +80,7 @@ class AnyModel:
         for name in ("config", "layers"):
             if self.model is not None and getattr(self, name) is not None:
                 raise UsageError(
-                    f"{name} is of a random model: leave out MODEL and --data, or --{name}"
+                    f"{name} is for a random model: leave out MODEL and --data, or --{name}"
                 )
 
 

@@ -51,7 +51,7 @@ def convert(
         done = run(model, out, **how, doing=ui.doing, told=screen.fitting, **flags)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
         if (kept := run_folder(out)).exists() and "data" in flags and not overwrite:
-            ui.note(f"{kept} keeps the layers that were fitted: the same command goes on")
+            ui.note(f"{kept} keeps the layers that were fitted: repeat the command to continue")
         raise
     screen.converted(done, model)
 

@@ -59,7 +59,7 @@ def run(
         raise UsageError(f"{file} must have model and out, got {shown(model)} and {shown(out)}")
     for name, given in content.items():
         if name not in _MADE:
-            raise UsageError(f"{file}: {shown(name)} is none of model, out, {', '.join(_MADE)}")
+            raise UsageError(f"{file}: {shown(name)} is not one of model, out, {', '.join(_MADE)}")
         if not isinstance(given, dict | None):
             raise UsageError(f"{file}: {name} must hold flags of its command, got {shown(given)}")
     steps = {name: content[name] or {} for name in _MADE if name in content}
@@ -106,7 +106,7 @@ def _check_verdict(made: Path) -> None:
         ui.note(f"eval: {verdict}: whether the model is good enough is not known")
     if verdict.is_bad:
         raise TwellError(
-            f"{verdict}: convert at a higher density or on more text, or go on with --keep-going"
+            f"{verdict}: convert at a higher density or on more text, or continue with --keep-going"
         )
 
 

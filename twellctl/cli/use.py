@@ -21,7 +21,7 @@ def template_arguments(given: str) -> dict[str, Any]:
     try:
         found = parse_json(given) if given else {}
     except ValueError as error:
-        raise UsageError(f"chat-template-kwargs is no JSON ({reason(error)})") from error
+        raise UsageError(f"chat-template-kwargs is not JSON ({reason(error)})") from error
     if not isinstance(found, dict):
         raise UsageError(f"chat-template-kwargs must be a JSON object, got {given}")
     return found
@@ -49,7 +49,9 @@ Gates = Annotated[
         "run the step and is faster. whole: read all of W_gate.",
     ),
 ]
-COMMANDS = "/new begins again, /system TEXT says how to answer, /exit ends; Ctrl-C stops an answer"
+COMMANDS = (
+    "/new starts over, /system TEXT sets the system message, /exit quits; Ctrl-C stops an answer"
+)
 
 
 def generate(

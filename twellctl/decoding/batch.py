@@ -215,7 +215,7 @@ class Batch:
         except Exception as error:
             if not self._uncaptured:
                 said = " ".join(str(error).split())[:200]
-                logger.warning("a step is slow, no CUDA graph could be captured of it: %s", said)
+                logger.warning("steps are slow, because no CUDA graph could be captured: %s", said)
             if not isinstance(error, torch.OutOfMemoryError):  # that may be another time
                 self._uncaptured.add(variant)
             return run

@@ -235,4 +235,4 @@ def _open_decoder(model: PreTrainedModel) -> tuple[DenseDecoder | HFDecoder, str
         return DenseDecoder(model), None
     if (last := HFDecoder.why_not(model)) is None:
         return HFDecoder(model), why
-    raise TwellError(f"this model writes no texts side by side: {last}")
+    raise TwellError(f"this model cannot write several texts at once: {last}")

@@ -80,7 +80,7 @@ class Subject:
             same = same and ours == theirs
         if not same:
             raise TwellError(
-                f"{called} {other.checkpoint.name} has another tokenizer than "
+                f"{called} {other.checkpoint.name} has a different tokenizer from "
                 f"{self.checkpoint.name}: their tokens cannot be compared; give the model it was "
                 "made from"
             )

@@ -12,5 +12,5 @@ def from_home(path: str | Path) -> Path:
     `UsageError` for what the system takes for no path.
     """
     if "\0" in str(path):
-        raise UsageError(f"{shown(str(path))} is no path: it holds a NUL character")
+        raise UsageError(f"{shown(str(path))} is not a path: it contains a NUL character")
     return Path(os.path.expanduser(path))

@@ -21,7 +21,7 @@ from twellctl.files.workspace import (
     workspace_of,
 )
 
-NONE_OF_OURS = "is none of ours"
+NOT_OURS = "was not written by twellctl"
 # that commands, Python and the hub's tools put into a model's folder
 _FOLDERS = {"twell_kernels", "additional_chat_templates", "runs", "__pycache__", ".cache"}
 
@@ -32,9 +32,9 @@ def not_ours_in_model(folder: Path) -> str | None:
     A config.json of ours has a "twell" block.
     """
     if not _has_key(folder / "config.json", "twell"):
-        return NONE_OF_OURS
+        return NOT_OURS
     others = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in _FOLDERS)
-    return f"holds {others[0]}, which is none of ours" if others else None
+    return f"holds {others[0]}, which was not written by twellctl" if others else None
 
 
 def check_inputs(out: Path, inputs: Iterable[Path]) -> None:
@@ -112,7 +112,9 @@ def open_anew(path: Path, was_there: bool, is_kind: Callable[[Path], bool]) -> i
         how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(target, how, 0o666)
     except FileExistsError:
-        raise TwellError(f"{path} was made by another meanwhile: choose another name") from None
+        raise TwellError(
+            f"{path} was created by another process meanwhile: choose another name"
+        ) from None
 
 
 def check_file(path: Path, what: str, kind: str, is_kind: Callable[[Path], bool]) -> None:
@@ -179,7 +181,7 @@ class Claim:
         except OSError as error:
             raise TwellError(
                 f"{self.out} could not be written: {_reason(error, stage)}; nothing was left "
-                "there, put that right and run it again"
+                "there: fix that and run it again"
             ) from error
         finally:
             remove(stage)

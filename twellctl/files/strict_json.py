@@ -49,7 +49,7 @@ def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise TwellError(f"{path} is no regular file: give one")
+            raise TwellError(f"{path} is not a regular file: give one")
         if status.st_size > most:
             raise TwellError(f"{path} has {status.st_size} bytes, more than {most}: give less")
         return path.read_bytes()

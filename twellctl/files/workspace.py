@@ -134,7 +134,7 @@ def _make(workspace: Path) -> bool:
             or not workspace.is_dir()
             or workspace.stat().st_uid != os.geteuid()
         ):
-            raise TwellError(f"{workspace} is no folder of yours: remove it") from None
+            raise TwellError(f"{workspace} is not a folder of yours: remove it") from None
         return False
     return True
 

@@ -139,7 +139,7 @@ def read_profile(path: str | Path) -> Profile:
     content = read_json(Path(path), again)
     version = content.get("schema_version")
     if version is None:
-        raise TwellError(f"{path} is no profile (no schema_version): {again}")
+        raise TwellError(f"{path} is not a profile (no schema_version): {again}")
     if version != SCHEMA_VERSION:
         raise TwellError(
             f"{path} has schema_version {shown(version)}, this twellctl reads {SCHEMA_VERSION}: "
@@ -150,7 +150,7 @@ def read_profile(path: str | Path) -> Profile:
         _check(found)
         return found
     except ValueError as error:
-        raise TwellError(f"{path} is no whole profile ({reason(error)}): {again}") from error
+        raise TwellError(f"{path} is not a complete profile ({reason(error)}): {again}") from error
 
 
 def _made(kind: Any, value: Any, where: str) -> Any:

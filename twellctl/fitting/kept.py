@@ -35,8 +35,8 @@ class KeptLayers:
                 part.rename(self._path(index))
             except OSError as error:
                 raise TwellError(
-                    f"{self.folder} could not be written: {reason(error)}; the same call goes on "
-                    "behind the layers that it holds"
+                    f"{self.folder} could not be written: {reason(error)}; the same call "
+                    "continues after the layers that it holds"
                 ) from error
 
     def stored(self, ffn: GatedFfn) -> dict[str, torch.Tensor]:

@@ -140,11 +140,13 @@ def _prepare(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bo
     settings = _settings(checkpoint, fit)
     if run.exists() and not overwrite:
         if not (run / SETTINGS_FILE).is_file():
-            raise TwellError(f"{run} is no run of ours (no {SETTINGS_FILE} in it): remove it")
+            raise TwellError(
+                f"{run} is not a run of twellctl (no {SETTINGS_FILE} in it): remove it"
+            )
         if read_json(run / SETTINGS_FILE) != settings:
             raise UsageError(
                 f"{run} holds a fit with other settings, or of another version: repeat those, or "
-                "start anew with --overwrite"
+                "start again with --overwrite"
             )
         return any(run.glob("layer-*.safetensors"))
     with staged(run, overwrite=overwrite, not_ours=_not_ours) as stage:
@@ -170,7 +172,7 @@ def _settings(checkpoint: Checkpoint, fit: Fit) -> dict[str, Any]:
 
 
 def _not_ours(run: Path) -> str | None:
-    return None if (run / SETTINGS_FILE).is_file() else "is no run of ours"
+    return None if (run / SETTINGS_FILE).is_file() else "is not a run of twellctl"
 
 
 def _check_enough(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:

@@ -80,7 +80,7 @@ def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint
     checkpoint.require_unquantised()
     if checkpoint.activation == "relu":
         name = checkpoint.name
-        raise TwellError(f"{name} is already ReLU: go on with 'twellctl finetune {name} OUT'")
+        raise TwellError(f"{name} is already ReLU: continue with 'twellctl finetune {name} OUT'")
     checkpoint.require_gated_source()
     if fit.data:
         checkpoint.require_tokenizer()

@@ -143,16 +143,18 @@ def read_evaluation(path: Path, fingerprint: str) -> dict[str, Any]:
     again = "write it again with 'twellctl eval MODEL --json FILE'"
     found = read_json(path, again)
     if found.get("eval_schema_version") != EVALUATION_VERSION:
-        raise TwellError(f"{path} is no evaluation that this twellctl reads: {again}")
+        raise TwellError(f"{path} is not an evaluation that this twellctl can read: {again}")
     if found.get("fingerprint") != fingerprint:
-        raise TwellError(f"{path} is of another model: {again}")
+        raise TwellError(f"{path} is for another model: {again}")
     try:
         figures = Figures({}, None, found)
         list(_sections(figures))
         _density({}, figures)
         _metrics(figures)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TwellError(f"{path} is no whole evaluation ({reason(error)}): {again}") from error
+        raise TwellError(
+            f"{path} is not a complete evaluation ({reason(error)}): {again}"
+        ) from error
     return found
 
 

@@ -22,19 +22,21 @@ def read_bench(path: Path, fingerprint: str, quantize: str | None) -> dict[str, 
     again += "model that is exported"
     found = read_json(path, again)
     if found.get("command") != "bench decode" or found.get("schema_version") != BENCH_VERSION:
-        raise TwellError(f"{path} is no bench of decoding that this twellctl reads: {again}")
+        raise TwellError(
+            f"{path} is not a 'bench decode' file that this twellctl can read: {again}"
+        )
     try:
         is_of_it = found["models"][0]["model"].get("fingerprint") == fingerprint
         is_rounded_so = found["settings"]["quantize"] == quantize
         speed(found)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise TwellError(
-            f"{path} is no whole bench of decoding ({reason(error)}): {again}"
+            f"{path} is not a complete 'bench decode' file ({reason(error)}): {again}"
         ) from error
     if not is_of_it:
-        raise TwellError(f"{path} is of another model: {again}")
+        raise TwellError(f"{path} is for another model: {again}")
     if not is_rounded_so:
-        raise TwellError(f"{path} is of weights in another precision: {again}")
+        raise TwellError(f"{path} is for weights in another precision: {again}")
     return found
 
 

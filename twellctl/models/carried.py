@@ -73,7 +73,7 @@ def _copy_side_file(source: Path, target: Path) -> None:
     real = own_file(source)
     if not real.is_file():
         if source.name in SIDE_FILES:
-            raise TwellError(f"{source} is no regular file: put the file itself there")
+            raise TwellError(f"{source} is not a regular file: put the file itself there")
         return
     shutil.copyfile(real, target)
     clean_side_file(target)

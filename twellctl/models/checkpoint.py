@@ -280,6 +280,6 @@ def _download(name: str, revision: str | None) -> Path:
         beside = [] if parent == Path() else sorted(path.name for path in parent.glob("*/"))
         there = f" ({parent} holds {', '.join(beside[:9])})" if beside else ""
         raise TwellError(
-            f"{name} is no local folder{there} and could not be fetched from the hub "
+            f"{name} is not a local folder{there} and could not be fetched from the hub "
             f"(check the id and the network): {bounded(reason(error), 160)}"
         ) from error

@@ -72,7 +72,7 @@ def refuse_unsupported(name: str, config: dict) -> None:
     if not isinstance(config.get(activation_key(config)), str):
         seen = config.get("activation_function")
         found = f"its activation is {shown(seen)}" if seen else "config.json has no hidden_act"
-        raise TwellError(f"{name} ({model_type}) is no gated SiLU model: {found}; take another")
+        raise TwellError(f"{name} ({model_type}) is not a gated SiLU model: {found}; take another")
 
 
 def activation_key(config: dict) -> str:

@@ -74,7 +74,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise TwellError(f"{path} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
         raise TwellError(
-            f"{path} is truncated or no safetensors file ({reason(error)}): copy it again"
+            f"{path} is truncated or not a safetensors file ({reason(error)}): copy it again"
         ) from error
 
 

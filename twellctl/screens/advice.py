@@ -27,8 +27,8 @@ def of_profile(profile: Profile) -> str:
         )
     elif density > DECODE:
         worth = (
-            "a gain where few sequences are written side by side, and no other. For more, fit or "
-            "fine-tune with a lower --density."
+            "a gain only where few sequences are decoded at once. For more, fit or fine-tune with "
+            "a lower --density."
         )
     elif density > PREFILL:
         worth = (

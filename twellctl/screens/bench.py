@@ -62,7 +62,7 @@ def _firing(about: dict[str, Any]) -> str:
 def decoded(found: Any) -> None:
     """The figures of a `DecodeBench`."""
     _benched_on(found.facts)
-    ui.say(f"copies at {found.bandwidth / 1e9:.0f} GB/s, by which floors are reckoned")
+    ui.say(f"copies at {found.bandwidth / 1e9:.0f} GB/s, which sets the floors")
     for model in found.models:
         for point in model.points:
             _model_table(point)

@@ -124,12 +124,10 @@ def tried_out(result: Any, changes: str) -> None:
         ui.say(_on_several(plan))
     if result.checkpoint_bytes:
         size = result.checkpoint_bytes / 1e9
-        ui.say(
-            f"a checkpoint takes {size:.3g} GB on disk; two are kept, a third is there for moments"
-        )
+        ui.say(f"a checkpoint takes {size:.3g} GB on disk; two are kept, plus a third for a moment")
     if result.density is not None:
         shape = f"--config {ui.word(result.config)} --density {result.density:g}"
-        ui.say(f"its speed, measured with random weights: twellctl bench decode {shape}")
+        ui.say(f"to measure its speed with random weights: twellctl bench decode {shape}")
     if changes:
         raise TwellError(f"it does not fit in {result.memory} as asked; with {changes} it does")
 
@@ -160,7 +158,7 @@ def exported(result: Any) -> None:
         ui.say(
             "its linear layers are FP8; from_pretrained(..., trust_remote_code=True) loads it, and"
         )
-        ui.say("without that transformers needs the package compressed-tensors")
+        ui.say("without it, transformers needs the package compressed-tensors")
     else:
         ui.say(
             "it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without"
@@ -168,7 +166,7 @@ def exported(result: Any) -> None:
     if result.over_twell_in_vllm:
         ui.say("vLLM serves it over TwELL where twellctl is installed, dense elsewhere")
     else:
-        ui.say("vLLM serves it dense, where twellctl is installed with --model-impl transformers")
+        ui.say("vLLM serves it dense; if twellctl is installed, with --model-impl transformers")
     ui.say(f"next: twellctl generate {ui.word(result.out)} PROMPT")
 
 
@@ -190,11 +188,7 @@ def quickstarted(result: Any) -> None:
         ],
     ]
     ui.say(f"the export writes: {result.text!r}")
-    ui.say(
-        "(so small a model is still learning, and goes on while it is fine-tuned; a real one loses)"
-    )
+    ui.say("(a model this small is still learning, and improves in fine-tuning; a real one loses)")
     ui.table("What changed", ["model", "held-out loss", "neurons firing", "folder"], rows)
-    ui.say(
-        "(on held-out text; steps steer what fires on the text that they learn from, which differs)"
-    )
+    ui.say("(on held-out text; training steers what fires on its own text, which differs)")
     ui.say(f"next: twellctl generate {ui.word(result.export)} 'def '")

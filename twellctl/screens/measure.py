@@ -170,7 +170,7 @@ def _text(result: Any) -> None:
     if result.reference is not None:
         ui.say(
             f"reference: {result.reference}; losses and KL(reference || model) in nats a token; "
-            "same top: tokens whose likeliest one is the same"
+            "same top: tokens with the same likeliest one"
         )
 
 

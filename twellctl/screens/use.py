@@ -43,7 +43,7 @@ def serving(served: Any, url: str) -> None:
         "model": served.name,
         **served.about,
         "context": f"{engine.context} tokens",
-        "running": f"{engine.stats().capacity} choices side by side at most (--max-running)",
+        "running": f"{engine.stats().capacity} concurrent choices at most (--max-running)",
     }
     wide = max(map(len, lines))
     for name, what in lines.items():

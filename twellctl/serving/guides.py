@@ -70,7 +70,7 @@ class Guides:
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise unsupported(FIELD, "this model's tokenizer is none of the tokenizers library")
+            raise unsupported(FIELD, "this model's tokenizer is not from the tokenizers library")
         with self._lock:
             if self._known is None:
                 self._known = LLTokenizer(

@@ -173,7 +173,7 @@ def parse_completion(
     options = _options(body, top_logprobs, defaults, least=0 if echo else 1)
     for name in ("frequency_penalty", "presence_penalty") if echo else ():
         if getattr(options.sampling, name):
-            raise unsupported("echo", f"it does not go together with {name}")
+            raise unsupported("echo", f"it cannot be combined with {name}")
     if len(prompts) * options.n > MAX_CHOICES:
         must = f"times n must be at most {MAX_CHOICES} choices"
         raise invalid("prompt", must, len(prompts) * options.n)

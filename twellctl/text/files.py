@@ -63,7 +63,9 @@ def text_files(paths: list[str]) -> list[Path]:
                 ": rename or convert it"
             )
         elif not path.is_file():
-            raise TwellError(f"{path} is no regular file: write its text to one, it is read twice")
+            raise TwellError(
+                f"{path} is not a regular file: write its text to one, it is read twice"
+            )
         else:
             files.append(path)
     return files
@@ -114,7 +116,7 @@ def read_rows(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
     """(where it stands, the row) of each row of a jsonl, JSON or parquet file."""
     kind = kind_of(path)
     if path.exists() and not path.is_file():
-        raise TwellError(f"{path} is no regular file: write its rows to one")
+        raise TwellError(f"{path} is not a regular file: write its rows to one")
     if kind == ".parquet":
         yield from _read_parquet(path, text_column)
         return
@@ -180,7 +182,7 @@ def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
         for number, row in enumerate(rows):
             yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise TwellError(f"{path} is no readable parquet file: {reason(error)}") from error
+        raise TwellError(f"{path} is not a readable parquet file: {reason(error)}") from error
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -53,7 +53,9 @@ def read_prompts(path: str | Path) -> list[list[dict[str, str]]]:
     """
     path = from_home(path)
     if kind_of(path) not in (".jsonl", ".json", ".parquet"):
-        raise UsageError(f"{path} is no jsonl, JSON or parquet file: give one whose rows are asked")
+        raise UsageError(
+            f"{path} is not a jsonl, JSON or parquet file: give one with prompts as rows"
+        )
     found = [_asked(row, where) for where, row in read_rows(path, "")]
     if not found:
         raise TwellError(f"{path} holds no prompt: give a file with some")

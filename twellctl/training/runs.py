@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from twellctl.errors import TwellError, UsageError
-from twellctl.files.outputs import NONE_OF_OURS, staged
+from twellctl.files.outputs import NOT_OURS, staged
 from twellctl.files.strict_json import read_json, to_json
 from twellctl.files.workspace import remove, workspace_of
 from twellctl.models.checkpoint import Checkpoint
@@ -116,16 +116,20 @@ def _check_resumable(run: Path, recipe: Recipe) -> None:
 
 
 def _not_ours(run: Path) -> str | None:
-    return None if (run / RECIPE_FILE).is_file() else NONE_OF_OURS
+    return None if (run / RECIPE_FILE).is_file() else NOT_OURS
 
 
 def _check_new(run: Path, overwrite: bool) -> None:
     if run.exists() and _not_ours(run):
-        raise TwellError(f"{run} is no run of ours (no {RECIPE_FILE} in it): choose another OUT")
+        raise TwellError(
+            f"{run} is not a run of twellctl (no {RECIPE_FILE} in it): choose another OUT"
+        )
     if run.exists() and not overwrite:
         step = last_checkpoint(run)
         what = f"a run stopped at {step.name}" if step else "a run without a checkpoint"
-        raise TwellError(f"{run} holds {what}: go on with --resume, or start anew with --overwrite")
+        raise TwellError(
+            f"{run} holds {what}: continue with --resume, or start again with --overwrite"
+        )
 
 
 def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any, vocabulary: int | None) -> None:
@@ -220,6 +224,6 @@ def checkpoint_state(checkpoint: Path) -> dict[str, Any]:
     if state.get("run_format") != RUN_FORMAT:
         raise TwellError(
             f"{checkpoint.parent} was begun by another version of twellctl, which trains "
-            "otherwise: go on with that version, or start anew with --overwrite"
+            "differently: continue with that version, or start again with --overwrite"
         )
     return state

@@ -203,7 +203,7 @@ class SparseTrainer(Trainer):
             self._captured = CapturedPart(part, ids, num_parts, self.model.parameters())
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            self.note(f"steps are not recorded as a CUDA graph, and so slower: {reason}")
+            self.note(f"steps are slower, because no CUDA graph is recorded: {reason}")
 
     def _set_penalty(self, ids: Tensor) -> None:
         scale = 1 / self.current_gradient_accumulation_steps

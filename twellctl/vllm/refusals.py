@@ -51,7 +51,7 @@ def check_served(model: str, config: Any, *, quantized: bool, lora: bool) -> Non
     if quantized and not in_fp8:
         raise TwellError(f"{model}: it was exported in bf16: drop --quantization, {densely}")
     if lora:
-        raise TwellError(f"{model}: exports take no adapters: drop --enable-lora, {densely}")
+        raise TwellError(f"{model}: exports do not support adapters: drop --enable-lora, {densely}")
 
 
 def _as_read(quantization_config: Any) -> Any:
