@@ -144,7 +144,7 @@ def test_what_was_not_measured_is_not_there(silu_llama, tmp_path, text_file):
     convert(silu_llama, tmp_path / "relu")
     front, text = card_of(tmp_path / "relu")
     assert "model-index" not in front
-    assert "## What it writes\n\nNobody has measured it: " in text
+    assert "## What it writes\n\nThis has not been measured. " in text
     for title in ("Losses", "Tasks", "Speed", "Recipe"):
         assert f"## {title}" not in text
     found = profile(tmp_path / "relu", str(text_file), windows=2, seq_len=16)

@@ -172,7 +172,7 @@ def test_what_was_lost_is_counted_and_shown(cli, silu_llama, relu_llama, tmp_pat
     status, out, err = cli(*words, "--run-code")
     assert status == 0, err
     rows = [line.split() for line in out.splitlines()]
-    assert ["code", "2", "50.0", "+-", "50.0", "100.0", "+-", "0.0", "-50.0", "+-", "50.0", "0", "1"] in rows  # fmt: skip  # noqa: E501
+    assert ["code", "2", "50.0", "+-", "50.0", "100.0", "-50.0", "+-", "50.0", "0", "1"] in rows  # fmt: skip  # noqa: E501
     assert ["squares", "3", "66.7", "+-", "33.3", "66.7", "+-", "33.3", "+0.0", "+-", "57.7", "1", "1"] in rows  # fmt: skip  # noqa: E501
     shown = out.splitlines()
     place = shown.index("lost of code: Write f")

@@ -226,7 +226,7 @@ def test_a_profile_of_the_model_goes_along(relu_models, text_file, tmp_path):
     twell = open_checkpoint(tmp_path / "out").twell
     assert twell["densities"] == [round(layer.density, 6) for layer in found.layers]
     card = (tmp_path / "out/README.md").read_text()
-    assert "Figures below were measured before that rounding" in card
+    assert "The figures below were measured before that rounding" in card
     assert "compressed-tensors" in card
     assert "model-index" not in card  # hubs would take the figures for those of these weights
 

@@ -233,7 +233,7 @@ def test_the_report_names_no_path(fitted, text_file):
     report = json.loads((out / "twell_fit.json").read_text())
     assert report["held_out"]["kl"] == done.fitted.held_out.kl
     card = " ".join((out / "README.md").read_text().split())
-    assert "fitted to its source layer by layer: each FFN has 16 neurons more" in card
+    assert "fitted to its source layer by layer. Each FFN has 16 extra neurons" in card
     assert str(text_file.parent) not in (out / "twell_fit.json").read_text()
 
 

@@ -38,7 +38,7 @@ def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path)
     made = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     assert {*made} == {"relu", "eval.json", "profile.json", "exported", "run.json"}
     card = (out / "exported/README.md").read_text()
-    assert "nobody" not in card
+    assert "How many of its neurons fire has not been measured" not in card
     assert [line.split(":")[0] for line in pipe(STEPS, "--keep-going")[2]] == [
         "convert", "eval", "profile", "export",
     ]  # fmt: skip

@@ -36,7 +36,7 @@ def test_the_whole_job(third, tmp_path, capsys):
     quickstarted(done)
     shown = capsys.readouterr().out
     assert f"{done.relu_density:.2%}" in shown
-    assert "(on held-out text; steps steer what fires " in shown
+    assert "(on held-out text; training steers what fires " in shown
     assert done.sparse_loss <= done.silu_loss + 0.15
     assert done.relu_loss > done.silu_loss or not EVERY_CASE
     assert done.relu_loss not in (done.silu_loss, done.sparse_loss)

@@ -2,7 +2,7 @@
 
 import pytest
 
-SERVE = "vLLM: `vllm serve {}`. Where twellctl is installed, too, "
+SERVE = "vLLM: `vllm serve {}`. If twellctl is installed, too, "
 OVER_TWELL, DENSELY = "it skips those that do not fire", "add `--model-impl transformers`"
 
 

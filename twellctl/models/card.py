@@ -33,7 +33,7 @@ _CARD = """---
 
 # {name}
 
-A language model whose gated FFNs use ReLU in place of SiLU, made by twellctl from {base}.{state}
+A language model whose gated FFNs use ReLU instead of SiLU, made by twellctl from {base}.{state}
 
 {density}
 {sections}
@@ -59,37 +59,37 @@ twellctl serve-local {word}    # OpenAI's API and a page to chat, on http://127.
 
 {engines}
 """
-_PLAIN = """Most of them know SiLU alone: `twellctl export {word} OUT` writes this model so
-that they run it, too."""
+_PLAIN = """Most engines support only SiLU: `twellctl export {word} OUT` writes this model in a
+form that they can run."""
 _ANY = """Its ReLU is written as a sharp SiLU: `silu(k g) (u / k)` of k = {sharpness} is `relu(g) u`
-to within {within} of u. Engines that know SiLU alone run it, and compute all neurons:
+to within {within} of u. Engines that support only SiLU can run it, and compute all neurons:
 
 - vLLM: `vllm serve {word}`. {in_vllm}
-- SGLang and mlx-lm: as any model.
-- llama.cpp, and what is built on it{from_bf16}:
+- SGLang and mlx-lm: like any model.
+- llama.cpp, and engines built on it{from_bf16}:
 
 ```
 python convert_hf_to_gguf.py {word} --outtype bf16 --outfile model.gguf
 llama-quantize model.gguf model-q8_0.gguf Q8_0    # or Q4_K_M
 llama-server -m model-q8_0.gguf
 ```"""
-_IN_VLLM = "Where twellctl is installed, too, it skips those that do not fire."
-_NOT_IN_VLLM = f"Where twellctl is installed, too, add `{DENSELY}`."
+_IN_VLLM = "If twellctl is installed, too, it skips those that do not fire."
+_NOT_IN_VLLM = f"If twellctl is installed, too, add `{DENSELY}`."
 _OVER_TWELL = """ With
 `trust_remote_code=True` transformers 5.17 or newer loads {ours} from this folder
 instead, which skips the neurons that do not fire and gives the same logits up to rounding. twellctl
 need not be installed."""
 _FP8 = """
-Its linear layers, but the LM head, are FP8: weights in e4m3 with a scale for each row, inputs
-rounded to e4m3 with a scale for each token. Figures below were measured before that rounding."""
+All linear layers except the LM head are FP8: weights in e4m3 with one scale per row, inputs rounded
+to e4m3 with one scale per token. The figures below were measured before that rounding."""
 _FP8_STOCK = """ It needs the
 package compressed-tensors. With `trust_remote_code=True` it loads {ours} from this
 folder instead, which needs neither that package nor twellctl and computes the same."""
 _CONVERTED = """
-It was converted and not fine-tuned since: fine-tune it before use."""
+It was converted but not fine-tuned: fine-tune it before use."""
 _FITTED = """
-It was fitted to its source layer by layer: each FFN has {map} neurons more, which always fire and
-are a linear map of what it reads. They are not counted below."""
+It was fitted to its source layer by layer. Each FFN has {map} extra neurons, which always fire and
+are a linear map of its input. They are not counted below."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _written(figures: Figures) -> str:
     answers = evaluation.get("answers") or figures.report.get("answers")
     verdict = verdict_of(evaluation, answers)
     if verdict is None:
-        return "Nobody has measured it: loss and density do not tell what an answer loses."
+        return "This has not been measured. Loss and density do not show what answers lose."
     said = [f"{verdict.words[0].upper()}{verdict.words[1:]}: {verdict.because}."]
     if answers:
         said.append(
