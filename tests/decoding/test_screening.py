@@ -51,6 +51,15 @@ def test_a_layer_whose_screen_misses_more_reads_its_gate_whole(model, monkeypatc
     assert "in 0 of 2 layers" in str(screens)
 
 
+def test_what_is_missed_of_repeated_tokens_widens_the_margin(model):
+    ffn, z = gated_ffns(model)[0], torch.randn(24, 64, 64).bfloat16()
+    usual, missed, _ = screening._screen_of(ffn, z, NEURONS)
+    z[16:] = 20 * z[16:, :1]  # whose gates' errors are 20 times as large
+    wider, more, _ = screening._screen_of(ffn, z, NEURONS)
+    assert missed <= NEXT_TO_NOTHING < more
+    assert bool((wider.limits[:NEURONS] < usual.limits[:NEURONS]).all())
+
+
 def test_a_model_that_is_nowhere_finite_reads_gates_whole(model):
     gated_ffns(model)[0].gate_proj.weight.data.fill_(torch.nan)
     assert all(screen.is_open for screen in open_screens(model).layers)

@@ -1,11 +1,11 @@
 """Which neurons a screen may leave out: its limits, measured on tokens that the model draws itself.
 
 A neuron is a candidate where x . copy > limit. What the copy's gate errs by is measured for each
-neuron on some of the tokens, with x in 8 bits as it is beside the copy. The limit is its mean less
+neuron on half of the texts, with x in 8 bits as it is beside the copy. The limit is its mean less
 2.5 deviations. What is missed even so, as a share of the squared output of the layer, is measured
-on the others. A layer that misses more than NEXT_TO_NOTHING takes more deviations (MARGINS), for of
-text of other kinds up to ten times as much was missed. If it misses more than MOST_MISSED even so
-it reads its gate whole.
+on the other half, and on tokens that are repeated, of which the most is missed. A layer that misses
+more than NEXT_TO_NOTHING of either takes more deviations (MARGINS): of other kinds of text, up to
+ten times as much was missed. If it misses more than MOST_MISSED even so, it reads its gate whole.
 """
 
 import logging
@@ -29,6 +29,7 @@ MARGINS = 2.5, 3.0, 4.0, 6.0  # standard deviations of a neuron's own error
 MOST_MISSED = 1e-6
 NEXT_TO_NOTHING = MOST_MISSED / 20
 _ROWS, _LENGTH = 16, 64  # of the text that is drawn: half of the rows to measure, half to judge
+_REPEATS = 8  # rows of one token
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,10 @@ def open_screens(model: PreTrainedModel) -> Screens | None:
 
 
 def _inputs(model: PreTrainedModel) -> list[Tensor]:
-    """What each FFN reads in texts that the model draws, `[_ROWS, _LENGTH, K]`."""
+    """What each FFN reads in texts that the model draws and, behind them, in repeated tokens.
+
+    `[_ROWS + _REPEATS, _LENGTH, K]`
+    """
     seen: list[list[Tensor]] = [[] for _ in gated_ffns(model)]
 
     def keep(kept: list[Tensor]):
@@ -98,10 +102,12 @@ def _inputs(model: PreTrainedModel) -> list[Tensor]:
             done = model(input_ids=tokens, use_cache=True, **cache)
             shares = done.logits[:, -1].float().softmax(-1).nan_to_num(1.0)
             tokens = torch.multinomial(shares, 1, generator=generator)
+        repeated = torch.randint(size, (_REPEATS, 1), generator=generator, device=model.device)
+        model(input_ids=repeated.expand(-1, _LENGTH))
     finally:
         for hook in hooks:
             hook.remove()
-    return [torch.cat(kept, 1) for kept in seen]
+    return [torch.cat([torch.cat(kept[:-1], 1), kept[-1]]) for kept in seen]
 
 
 def _screen_of(ffn: nn.Module, z: Tensor, num_own: int) -> tuple[Screen, float, float]:
@@ -109,22 +115,30 @@ def _screen_of(ffn: nn.Module, z: Tensor, num_own: int) -> tuple[Screen, float, 
     weights, biases, _ = zip(*weights_of_gate_and_up(ffn), strict=True)
     gate, up = (weight[:num_own] for weight in weights)
     gate_bias, up_bias = (None if b is None else b[:num_own] for b in biases)
-    measured, judged = (part.flatten(0, 1) for part in z.chunk(2))
+    measured, *judged = (p.flatten(0, 1) for p in z.split([_ROWS // 2, _ROWS // 2, _REPEATS]))
     copy = copied(gate)
     error = copied_input(measured) @ copy.T - measured.float() @ gate.float().T
-    about, gates = copied_input(judged) @ copy.T, F.linear(judged, gate, gate_bias)
     lengths = ffn.down_proj.weight[:, :num_own].float().norm(dim=0)
-    size = (keep_fired(gates).float() * F.linear(judged, up, up_bias).float() * lengths).square()
+    kinds = []  # of text: what the copy's gates are, whether a neuron fires, its squared output
+    for x in judged:
+        gates, ups = F.linear(x, gate, gate_bias), F.linear(x, up, up_bias).float()
+        size = (keep_fired(gates).float() * ups * lengths).square()
+        kinds.append((copied_input(x) @ copy.T, fires(gates), size))
     for margin in MARGINS:
         limits = error.mean(0) - margin * error.std(0)
         if gate_bias is not None:
             limits -= gate_bias.float()
-        may_fire = ~(about <= limits)
-        lost = (size * (fires(gates) & ~may_fire)).sum() / size.sum().clamp(min=1e-30)
+        lost = torch.stack([_missed(limits, *kind) for kind in kinds]).max()
         if lost <= NEXT_TO_NOTHING:
             break
+    candidates = (~(kinds[0][0] <= limits)).float().mean()
     blocks = -(-num_own // FEW_ROWS)
     limits = F.pad(limits, (0, blocks * FEW_ROWS - num_own), value=-torch.inf)
     limits[len(weights[0]) :] = torch.inf  # of the last row block: of the map, or no neurons
     screen = Screen(screen_copy(weights[0][: blocks * FEW_ROWS]), limits, num_own)
-    return screen, lost.item(), may_fire.float().mean().item()
+    return screen, lost.item(), candidates.item()
+
+
+def _missed(limits: Tensor, about: Tensor, fired: Tensor, size: Tensor) -> Tensor:
+    """The share of the squared output that lies behind the limits."""
+    return (size * (fired & (about <= limits))).sum() / size.sum().clamp(min=1e-30)
