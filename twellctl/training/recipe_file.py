@@ -13,11 +13,22 @@ _MOST_BYTES = 1 << 20
 _WRONG = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError)
 
 
+class _Loader(yaml.SafeLoader):
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """`ValueError` for what no message can show: YAML has integers of any size, in hex say."""
+        number = super().construct_yaml_int(node)
+        str(number)
+        return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
 def read_settings(path: Path, name: str) -> dict[str, Any]:
     """The settings in a file, which `TwellError` calls by `name`."""
     try:
         text = read_file(path, _MOST_BYTES).decode("utf-8")
-        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+        content, node = yaml.load(text, _Loader), yaml.compose(text, _Loader)
     except _WRONG as error:
         raise TwellError(f"{name} is not valid YAML: {reason(error)}") from error
     if not isinstance(content, dict):
