@@ -62,6 +62,12 @@ def run(
             raise UsageError(f"{file}: {shown(name)} is not one of model, out, {', '.join(_MADE)}")
         if not isinstance(given, dict | None):
             raise UsageError(f"{file}: {name} must hold flags of its command, got {shown(given)}")
+        for key, value in (given or {}).items():
+            if not all(isinstance(one, str | int | float) for one in _each(value)):
+                raise UsageError(
+                    f"{file}: {key} of {name} must be text, a number, true, false, or a list of "
+                    f"these, got {shown(value)}"
+                )
     steps = {name: content[name] or {} for name in _MADE if name in content}
     _take(context, model, from_home(out), steps, keep_going)
 
@@ -152,8 +158,12 @@ def _words(name: str, model: str, out: Path, steps: dict[str, Settings]) -> list
 
 def _flags(settings: Settings) -> Iterator[str]:
     for key, value in settings.items():
-        for one in value if isinstance(value, list) else [value]:
+        for one in _each(value):
             if isinstance(one, bool):
                 yield f"--{key}" if one else f"--no-{key}"
             else:
                 yield f"--{key}={one}"
+
+
+def _each(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
