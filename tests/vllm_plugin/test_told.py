@@ -30,5 +30,5 @@ def test_export_says_how_vllm_serves_it(cli, make_export, text_file, tmp_path):
     assert cli("profile", relu, *words)[0] == 0
     _, without, _ = cli("export", relu, tmp_path / "without")
     _, profiled, _ = cli("export", relu, tmp_path / "out", "--profile", tmp_path / "profile.json")
-    assert "dense, where twellctl is installed with --model-impl transformers" in without
+    assert "dense; if twellctl is installed, with --model-impl transformers" in without
     assert "vLLM serves it over TwELL where twellctl is installed, dense elsewhere" in profiled
