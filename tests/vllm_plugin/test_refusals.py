@@ -60,7 +60,7 @@ def test_an_export_with_a_profile_is_served():
         ({"fp8": {"format": "int-quantized"}, "quantized": True},
          "quantization_config is not that of an FP8 export: export it again"),
         ({"fp8": FP8, "densities": None}, "holds no profile, .* export it with --profile"),
-        ({"fp8": FP8, "quantized": True, "lora": True}, "do not support adapters: drop --enable-lora"),
+        ({"fp8": FP8, "quantized": True, "lora": True}, "not support adapters: drop --enable-lora"),
         ({"lora": True}, "do not support adapters: drop --enable-lora, or serve it densely"),
     ],
 )  # fmt: skip
