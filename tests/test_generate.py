@@ -269,7 +269,7 @@ def test_what_was_said_goes_along(loaded, say):
     assert say("Why?", "/exit", "Why?")[:2] == (0, f"{one}\n")
     code, out, err = say("/nwe", "Why?")
     assert (code, out) == (0, f"{one}\n")
-    assert any(line.startswith("there is no command '/nwe': /new begins again, ") for line in err)
+    assert any(line.startswith("there is no command '/nwe': /new starts over, ") for line in err)
     assert say("/bin/ls?")[1]  # a path is none
 
 
