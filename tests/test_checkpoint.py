@@ -223,6 +223,9 @@ def test_ffns_that_do_not_fit(model, refused):
 def test_names_that_lead_nowhere(refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused("nowhere", "nowhere does not exist", "give a model folder or a hub id")
+    old = tmp_path / ".gone.twellctl/old"  # as `--overwrite` leaves it if killed
+    old.mkdir(parents=True)
+    refused(tmp_path / "gone", "gone was being replaced", f"move {old} back")
     refused("a" * 300, "a" * 300, "File name too long")
     (tmp_path / "notes.txt").write_text("text")
     refused(tmp_path / "notes.txt", "notes.txt", "no config.json", "give a model folder")

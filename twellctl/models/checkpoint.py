@@ -13,6 +13,7 @@ from twellctl.bundle import twell_config
 from twellctl.errors import TwellError, UsageError, bounded, encodable, reason, shown
 from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_json
+from twellctl.files.workspace import workspace_of
 from twellctl.models import checks
 from twellctl.models.defaults import completed, context_of, refuse_wrapped
 from twellctl.models.shards import TensorInfo, other_weights, read_shards
@@ -267,6 +268,8 @@ def _refuse_adapter(name: str, path: Path) -> None:
 
 
 def _download(name: str, revision: str | None) -> Path:
+    if (old := workspace_of(Path(name)) / "old").exists():
+        raise TwellError(f"{name} was being replaced by a command that was killed: move {old} back")
     if not _HUB_ID.fullmatch(name):
         raise TwellError(f"{name} does not exist: give a model folder or a hub id like owner/model")
     from huggingface_hub import snapshot_download
