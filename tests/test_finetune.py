@@ -291,8 +291,8 @@ def test_it_can_be_read_while_the_run_goes_on(relu_llama, text_file, tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("mlflow", "report-to mlflow: mlflow is not installed: pip install mlflow"),
-        ("tensorbord", "report-to must be none, tensorboard, wandb, mlflow,"),
+        ("dvclive", "report-to dvclive: dvclive is not installed: pip install dvclive"),
+        ("tensorbord", "'tensorbord' is unknown: take one of azure_ml,"),
     ],
 )
 def test_a_tracker_that_is_not_there_is_told_first(refusal, tmp_path, name, said):
@@ -302,3 +302,4 @@ def test_a_tracker_that_is_not_there_is_told_first(refusal, tmp_path, name, said
     with pytest.raises(UsageError):
         check_report_to(name)
     check_report_to("none")
+    check_report_to("all")

@@ -56,11 +56,11 @@ def test_command_line_refusals(cli, silu_llama, relu_llama, text_file, tmp_path)
             "learn-rate",
         ),
         ((relu_llama, out, "--data", text_file, "--seq-len", "4096"), 2, "seq-len must be <= 256"),
-        ((relu_llama, out, "--data", tmp_path / "no.txt"), 1, "no.txt does not exist"),
+        ((relu_llama, out, "--data", text_file, tmp_path / "no.txt"), 1, "no.txt does not exist"),
         (
-            (relu_llama, out, "--data", text_file, text_file),
+            (relu_llama, out, "--data", text_file, "--eval-data", text_file, text_file),
             2,
-            "unexpected extra argument",
+            "which flag",
         ),
         ((relu_llama, out, "--data", text_file, "--report-to", "nosuch"), 2, "'nosuch'"),
         ((relu_llama, out, "--data", text_file, "--teacher", tmp_path / "none"), 1, "not exist"),
@@ -84,7 +84,7 @@ def test_an_out_without_a_name_is_refused(refusal, relu_llama, text_file, tmp_pa
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]
 
 
-def test_several_files_and_the_models_own_context(
+def test_several_files_after_one_flag_and_the_models_own_context(
     success, relu_llama, text_file, tmp_path, monkeypatch
 ):
     read, read_texts = [], runs.read_texts
@@ -92,7 +92,7 @@ def test_several_files_and_the_models_own_context(
     other = tmp_path / "other.txt"
     other.write_text("print('hello')\n" * 400, encoding="utf-8")
     settings = ["--max-steps=1", "--batch-size=2", "--eval-blocks=1", "--l1=1e-3"]
-    arguments = [relu_llama, tmp_path / "out", "--data", text_file, "--data", other, *settings]
+    arguments = [relu_llama, tmp_path / "out", "--data", text_file, other, *settings]
     success("finetune", *arguments)
     assert read == [str(text_file), str(other)]
     assert resolve_recipe(tmp_path / "out" / "recipe.yaml").seq_len == 256

@@ -8,7 +8,7 @@ import typer
 
 from twellctl.cli.command import Model, Out, Overwrite, Revision, be_quiet_unless_first
 from twellctl.cli.use import TemplateArguments
-from twellctl.errors import counted
+from twellctl.errors import UsageError, counted
 from twellctl.fitting.settings import Fit
 from twellctl.screens import make as screen
 from twellctl.screens import ui
@@ -107,6 +107,10 @@ def finetune(
     *,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
     out: Out,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE", help="More files for --data, so that --data *.jsonl works."),
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
     ] = None,
@@ -130,6 +134,10 @@ def finetune(
     from twellctl.training.recipe import check_report_to, file_of, recipe_to_resume, resolve_recipe
 
     be_quiet_unless_first()
+    if more and ("data" not in flags or "eval_data" in flags):
+        raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
+    if more:
+        flags["data"] += tuple(more)
     if target_sparsity is not None:
         flags["target_sparsity"] = target_sparsity
     recipe_file = file_of(recipe)

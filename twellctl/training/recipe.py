@@ -19,7 +19,6 @@ from twellctl.settings import coerce, flag_name, setting
 
 RECIPE_FILE = "recipe.yaml"  # in a run folder and in what it becomes
 UNNAMED_TEACHER = "a local model"  # in the place of its path
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")  # as module and package, too
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,9 @@ class Recipe:
         500, "Steps between checkpoints; 0: none.", at_least=0, group="Checkpoints and logs"
     )
     logging_steps: int = setting(10, "Steps between log lines.", at_least=1)
-    report_to: str = setting("none", "Where to send metrics.", choices=("none", *TRACKERS))
+    report_to: str = setting(
+        "none", "Where to send metrics: tensorboard, wandb..., if installed; all, or none."
+    )
 
     @property
     def step_tokens(self) -> int:
@@ -291,7 +292,22 @@ def _contradictions(values: dict[str, Any]) -> list[str]:
     return wrong
 
 
+# the Trainer's names; the module to find is called so, and the package, but for those of _OTHERS
+TRACKERS = (
+    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow",
+    "neptune", "swanlab", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
+_OTHERS = {"azure_ml": ("azureml", "azureml-mlflow"), "flyte": ("flytekit", "flytekit")}
+
+
 def check_report_to(name: str) -> None:
-    """`UsageError` for a tracker that is not installed."""
-    if name != "none" and importlib.util.find_spec(name) is None:
-        raise UsageError(f"report-to {name}: {name} is not installed: pip install {name}")
+    """`UsageError` for a tracker that nobody knows, or that is not installed."""
+    if name in ("none", "all"):
+        return
+    if name not in TRACKERS:
+        raise UsageError(
+            f"report-to {name!r} is unknown: take one of {', '.join(TRACKERS)}, all or none"
+        )
+    module, package = _OTHERS.get(name, (name, name.replace("_", "-")))
+    if importlib.util.find_spec(module) is None:
+        raise UsageError(f"report-to {name}: {package} is not installed: pip install {package}")
