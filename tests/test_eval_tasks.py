@@ -166,7 +166,8 @@ def test_means_and_their_errors():
     assert mean.accuracy.acc == Mean(0.875, None)
     assert mean.accuracy.acc_norm == Mean(pytest.approx(0.625), None)  # acc where there is no other
     assert mean.reference is None
-    assert Mean.of([1, 1]) == Mean(1, None)
+    # one in which all agree does not hide the error of the other
+    assert Mean.over([Mean.of([1, 1]), Mean(0.5, 0.3)]) == Mean(0.75, pytest.approx(0.15))
     assert Mean.over([Mean(0.5, 0.3), Mean(1, 0.4)]) == Mean(0.75, pytest.approx(0.25))
 
 

@@ -65,7 +65,9 @@ def test_a_file_that_is_one_array(tmp_path, content):
     assert list(read_texts([str(tmp_path / "a.json")], "text")) == ["one", "two"]
     for broken in (content.replace("}", "", 1), content[: content.rindex("]")]):
         (tmp_path / "a.json").write_text(broken)
-        with pytest.raises(TwellError, match=r"a\.json is not valid JSON .*: fetch it again"):
+        with pytest.raises(
+            TwellError, match=r"a\.json is not valid JSON .*: correct it, or fetch it again"
+        ):
             list(read_texts([str(tmp_path / "a.json")], "text"))
 
 

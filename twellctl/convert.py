@@ -17,7 +17,8 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.files.home import from_home
 from twellctl.files.outputs import claimed
 from twellctl.files.strict_json import to_json
-from twellctl.fitting.settings import Fit, open_source
+from twellctl.fitting.settings import Fit
+from twellctl.fitting.source import open_source
 from twellctl.models.card import write_card
 from twellctl.models.carried import copy_side_files, copy_weights, has_chat_template, write_config
 from twellctl.models.checkpoint import FIT_FILE, Checkpoint

@@ -108,7 +108,7 @@ def _whole_job(
     _write_corpus(out)
     note("training a SiLU model of half a million parameters on Python's own source")
     _train_silu(out, progress)
-    note("convert: a ReLU model is fitted, layer by layer, without training")
+    note("convert: a ReLU model is fitted, layer by layer, without end-to-end training")
     convert(out / "silu", out / "relu", data=[str(out / "train.jsonl")], **FIT)
     note("finetune: a price on what fires, the SiLU model as teacher")
     tuned = _sparsify(out, run)

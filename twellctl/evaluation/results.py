@@ -66,16 +66,16 @@ class TextResult:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean and its standard error; None where values that all agree do not tell it."""
+    """A mean and its standard error, which one value alone does not have."""
 
     mean: float
     stderr: float | None
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        spread = statistics.stdev(values) if len(values) > 1 else 0
-        error = spread / math.sqrt(len(values)) if spread else None
-        return cls(statistics.fmean(values), error)
+        if len(values) < 2:
+            return cls(statistics.fmean(values), None)
+        return cls(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
 
     @classmethod
     def over(cls, means: Sequence["Mean"]) -> Self:

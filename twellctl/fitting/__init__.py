@@ -1,4 +1,4 @@
-"""Fitting: a model with another gated activation becomes a plain ReLU model, without training.
+"""Fitting: a model with another gated activation becomes ReLU without end-to-end training.
 
 Layer by layer, on what the layers before it give (`fit.py`). A layer's gated FFN of N neurons
 becomes one of N + R, all ReLU (`layer.py`): gates are shifted until few enough fire, some steps of

@@ -15,7 +15,8 @@ from twellctl.fitting.fit import LOGIT_TOKENS
 from twellctl.fitting.layer import stride_before_steps
 from twellctl.fitting.least_squares import COMPUTED, tf32
 from twellctl.fitting.run import TOKENS_A_WEIGHT
-from twellctl.fitting.settings import Fit, open_source, rank_of_map, windows_held_out
+from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
+from twellctl.fitting.source import open_source
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, gpu_memory, stored_dtypes
 from twellctl.settings import chosen

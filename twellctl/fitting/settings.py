@@ -1,10 +1,7 @@
-"""What `twellctl convert` is told: flags with help, defaults and checks in one table; its model."""
+"""What `twellctl convert` is told: flags with help, defaults and checks in one table."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from twellctl.errors import TwellError, UsageError
-from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.settings import setting
 
 TILE = 256  # of the format: N + R neurons are whole tiles where N are
@@ -72,22 +69,3 @@ def rank_of_map(fit: Fit, hidden_size: int, num_neurons: int) -> int:
     wanted = num_neurons + hidden_size // 2
     rank = max(1, round(wanted / TILE)) * TILE - num_neurons
     return rank if 0 < rank <= hidden_size else hidden_size // 2
-
-
-def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint:
-    """The checkpoint that is converted, if there is an activation to replace, and text suits it."""
-    checkpoint = open_checkpoint(model, revision=revision)
-    checkpoint.require_unquantised()
-    if checkpoint.activation == "relu":
-        name = checkpoint.name
-        raise TwellError(f"{name} is already ReLU: continue with 'twellctl finetune {name} OUT'")
-    checkpoint.require_gated_source()
-    if fit.data:
-        checkpoint.require_tokenizer()
-        if fit.seq_len > (longest := checkpoint.context or fit.seq_len):
-            raise UsageError(
-                f"seq-len must be <= {longest}, the model's context, got {fit.seq_len}"
-            )
-        if fit.map_rank is not None and fit.map_rank > (most := checkpoint.ffn.hidden_size):
-            raise UsageError(f"map-rank must be <= {most}, the hidden size, got {fit.map_rank}")
-    return checkpoint

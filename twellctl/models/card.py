@@ -259,7 +259,7 @@ def _accuracy(found: dict[str, Any] | None, by: str) -> str:
     mean = found and found[by]
     if not mean:
         return "-"
-    error = "" if mean["stderr"] is None else f" ± {mean['stderr']:.1%}"
+    error = f" ± {mean['stderr']:.1%}" if mean["stderr"] else ""
     return f"{mean['mean']:.1%}{error}"
 
 

@@ -215,7 +215,7 @@ def _cells(accuracy: Any, sign: str = "") -> list[str]:
 def _percent(mean: Any, sign: str = "") -> str:
     if mean is None:
         return "-"
-    error = "" if mean.stderr is None else f" +- {100 * mean.stderr:.1f}"
+    error = f" +- {100 * mean.stderr:.1f}" if mean.stderr else ""  # none where all agree
     return f"{100 * mean.mean:{sign}.1f}{error}"
 
 

@@ -161,7 +161,9 @@ def _read_array(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = parse_json(_decoded(b"".join(_blocks(path)), str(path)), finite=False)
     except ValueError as error:
-        raise TwellError(f"{path} is not valid JSON ({reason(error)}): fetch it again") from error
+        raise TwellError(
+            f"{path} is not valid JSON ({reason(error)}): correct it, or fetch it again"
+        ) from error
     yield from ((f"{path}, entry {number}", row) for number, row in enumerate(rows))
 
 

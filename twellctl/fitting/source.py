@@ -1,0 +1,26 @@
+"""The model that is converted."""
+
+from pathlib import Path
+
+from twellctl.errors import TwellError, UsageError
+from twellctl.fitting.settings import Fit
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+
+
+def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint:
+    """The checkpoint that is converted, if there is an activation to replace, and text suits it."""
+    checkpoint = open_checkpoint(model, revision=revision)
+    checkpoint.require_unquantised()
+    if checkpoint.activation == "relu":
+        name = checkpoint.name
+        raise TwellError(f"{name} is already ReLU: continue with 'twellctl finetune {name} OUT'")
+    checkpoint.require_gated_source()
+    if fit.data:
+        checkpoint.require_tokenizer()
+        if fit.seq_len > (longest := checkpoint.context or fit.seq_len):
+            raise UsageError(
+                f"seq-len must be <= {longest}, the model's context, got {fit.seq_len}"
+            )
+        if fit.map_rank is not None and fit.map_rank > (most := checkpoint.ffn.hidden_size):
+            raise UsageError(f"map-rank must be <= {most}, the hidden size, got {fit.map_rank}")
+    return checkpoint
