@@ -98,11 +98,12 @@ def test_too_little_text_is_refused_as_by_the_run(relu_llama, tmp_path):
     ("flag", "density"), [("target-sparsity=0.75", "0.25"), ("l1-schedule=constant", None)]
 )
 def test_the_speed_at_the_target_is_left_to_bench(
-    success, relu_llama, text_file, tmp_path, flag, density
+    success, relu_llama, text_file, tmp_path, monkeypatch, flag, density
 ):
+    monkeypatch.chdir(relu_llama.parent)
     words = ("--dry-run", f"--data={text_file}", "--seq-len=32", "--batch-size=2", f"--{flag}")
-    stdout, _ = success("finetune", relu_llama, tmp_path / "out", *words, "--max-steps=9")
-    command = f"twellctl bench decode --config {relu_llama} --density {density}"
+    stdout, _ = success("finetune", relu_llama.name, tmp_path / "out", *words, "--max-steps=9")
+    command = f"twellctl bench decode --config {relu_llama.name} --density {density}"
     assert (stdout.splitlines()[-1].endswith(command)) == (density is not None)
     assert ("bench" in stdout) == (density is not None)
 

@@ -175,7 +175,7 @@ def test_a_density_above_what_relu_lets_through_shifts_nothing(fitted):
 
 
 def test_two_runs_and_one_that_was_killed_give_the_same_bits(
-    fitted, make_model, text_file, tmp_path
+    fitted, make_model, text_file, tmp_path, capsys
 ):
     _, out, _ = fitted(steps=5, step_tokens=64)
     source = make_model("llama")
@@ -194,7 +194,9 @@ def test_two_runs_and_one_that_was_killed_give_the_same_bits(
     with pytest.raises(UsageError, match="other settings"):
         convert(source, tmp_path / "out", **how | {"steps": 6})
     doing = []
-    convert(source, tmp_path / "out", doing=doing.append, **how)
+    done = convert(source, tmp_path / "out", doing=doing.append, **how)
+    screen.converted(done, "silu")
+    assert " s, 1 layer kept from before\n" in capsys.readouterr().out
     assert f"going on with the layers in {tmp_path / 'out.run'}" in doing
     assert (tmp_path / "out/model.safetensors").read_bytes() == (
         out / "model.safetensors"
@@ -217,6 +219,12 @@ def test_two_processes_fit_as_one_does(started, fitted, text_file, tmp_path):
     assert both[1].stdout.read() == both[1].stderr.read() == ""
     report = json.loads((tmp_path / "out/twell_fit.json").read_text())
     assert report["held_out"]["kl"] == pytest.approx(alone.fitted.held_out.kl, rel=0.05)
+
+
+def test_more_files_behind_data_as_a_shell_gives_them(refusal, silu_llama, text_file, tmp_path):
+    words = ("convert", silu_llama, tmp_path / "out")
+    assert "no.txt does not exist" in refusal(*words, "--data", text_file, tmp_path / "no.txt")
+    assert f"{text_file}: which flag is it for?" in refusal(*words, text_file, code=2)
 
 
 def test_little_text_is_fitted_on_before_it_is_held_out():

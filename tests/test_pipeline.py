@@ -88,7 +88,11 @@ def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
         (STEPS + "write: {{prompts: [[a]]}}", "or a list of these, got [['a']]"),
         (STEPS + "write: {{prompts:}}", "or a list of these, got None"),
         (STEPS + "write: {{tokens: many}}", "Invalid value for '--tokens'"),
-        (STEPS + "out: b", "gives out more than once: keep one"),
+        (STEPS + "out: b", "line 8 gives out more than once: keep one"),
+        (
+            STEPS + "write:\n tokens: 1\n tokens: 2",
+            "run.yaml is not valid YAML: line 10 gives tokens",
+        ),
         ("- a", "must hold 'key: value' lines"),
     ],
 )

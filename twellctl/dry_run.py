@@ -128,7 +128,7 @@ def dry_run(
         passes=num_tokens / text_tokens,
         total_bytes=total_bytes(),
         memory=_memory(),
-        config=checkpoint.origin,
+        config=str(checkpoint.path),
         density=None if recipe.l1_schedule == "constant" else recipe.density,
         changes=changes,
         num_processes=world.num_processes,

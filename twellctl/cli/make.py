@@ -15,11 +15,25 @@ from twellctl.screens import ui
 from twellctl.training.recipe import Recipe
 from twellctl.write import Writing
 
+More = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FILE", help="More files for --data, so that --data *.jsonl works."),
+]
+
+
+def _take(more: list[str] | None, flags: dict) -> None:
+    """Add the files that a shell has put behind that of --data to it."""
+    if more and ("data" not in flags or "eval_data" in flags):
+        raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
+    if more:
+        flags["data"] += tuple(more)
+
 
 def convert(
     *,
     model: Model,
     out: Out,
+    more: More = None,
     revision: Revision = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[
@@ -37,6 +51,7 @@ def convert(
     until it is fine-tuned.
     """
     be_quiet_unless_first()
+    _take(more, flags)
     ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
     from twellctl.training.recipe import run_folder
@@ -107,10 +122,7 @@ def finetune(
     *,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
     out: Out,
-    more: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FILE", help="More files for --data, so that --data *.jsonl works."),
-    ] = None,
+    more: More = None,
     recipe: Annotated[
         str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
     ] = None,
@@ -134,10 +146,7 @@ def finetune(
     from twellctl.training.recipe import check_report_to, file_of, recipe_to_resume, resolve_recipe
 
     be_quiet_unless_first()
-    if more and ("data" not in flags or "eval_data" in flags):
-        raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
-    if more:
-        flags["data"] += tuple(more)
+    _take(more, flags)
     if target_sparsity is not None:
         flags["target_sparsity"] = target_sparsity
     recipe_file = file_of(recipe)

@@ -88,11 +88,14 @@ class Fitting:
         self.teacher = self._first_states()
         self.student = self.teacher.clone()
         found: list[LayerFit] = []
+        kept = self.kept.count()
         for index in range(len(self.layerwise.layers)):
+            if index == kept:  # layers of before take no time
+                began = time.monotonic()
             threshold = thresholds.next([layer.fires for layer in found])
             found.append(self._layer(index, threshold))
             done, total = index + 1, len(self.layerwise.layers)
-            left = (time.monotonic() - began) / done * (total - done)
+            left = (time.monotonic() - began) / max(1, done - kept) * (total - done)
             told(done, total, found[-1].states_differ, left)
         return found
 

@@ -39,6 +39,10 @@ class KeptLayers:
                     "continues after the layers that it holds"
                 ) from error
 
+    def count(self) -> int:
+        """Of the layers that are there: the first ones."""
+        return len(list(self.folder.glob("layer-*.safetensors")))
+
     def stored(self, ffn: GatedFfn) -> dict[str, torch.Tensor]:
         """The weights as they are stored, by name, on the CPU."""
         given = {name: weight for name, weight in vars(ffn).items() if weight is not None}

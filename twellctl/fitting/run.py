@@ -55,13 +55,17 @@ TOKENS_A_WEIGHT = 4  # the least number of tokens for each of the N + K unknowns
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a fit came to; `tokens` it was fitted on."""
+    """What a fit came to; `tokens` it was fitted on.
+
+    `seconds` are those of this call, in which layers that an earlier one `kept` were not fitted.
+    """
 
     map_neurons: int
     tokens: int
     layers: list[LayerFit]
     held_out: HeldOut
     seconds: float
+    kept: int = 0
 
     @property
     def density(self) -> float:
@@ -84,6 +88,8 @@ def fit_weights(
     device = default_device()
     rank = rank_of_map(fit, checkpoint.ffn.hidden_size, checkpoint.ffn.intermediate_size)
     dtype = stored_dtypes(checkpoint)(checkpoint.ffn_weights(0)[0])
+    kept = KeptLayers(run, dtype)
+    num_kept = kept.count()
     fitted, held_out = _windows(run, fit)
     mine = slice(world.process_index, None, world.num_processes)
     with quiet_transformers():
@@ -95,12 +101,12 @@ def fit_weights(
             layerwise,
             Text(fitted[mine], held_out[mine]),
             HowToFit(rank, fit.ridge, dtype, steps),
-            KeptLayers(run, dtype),
+            kept,
             fit.seed,
         )
         layers = fitting.run(fit.density, told)
         held = fitting.held_out()
-    return Fitted(rank, fitted.numel(), layers, held, time.monotonic() - began)
+    return Fitted(rank, fitted.numel(), layers, held, time.monotonic() - began, num_kept)
 
 
 def prepare_fit(

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, counted
 from twellctl.screens import ui
 from twellctl.screens.measure import of_own
 
@@ -35,6 +35,7 @@ def converted(done: Any, model: str) -> None:
     ui.say(
         f"{done.out}: {size} and a map of rank {fitted.map_neurons}, {done.source_act} -> relu, "
         f"fitted on {fitted.tokens} tokens in {ui.duration(fitted.seconds)}"
+        + (f", {counted(fitted.kept, 'layer')} kept from before" if fitted.kept else "")
     )
     read = fitted.share_read(done.intermediate_size)
     ui.say(
@@ -54,7 +55,7 @@ def _fitted_layers(fitted: Any) -> None:
     rows = [
         [
             str(index),
-            f"{layer.fires:.1%}",
+            f"{layer.fires:.2%}",
             f"{layer.error_swapped:.2%}",
             f"{layer.error:.2%}",
             f"{layer.map_share:.1%}",

@@ -20,6 +20,15 @@ class _Loader(yaml.SafeLoader):
         str(number)
         return number
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if (name := str(key.value)) in seen:
+                line = key.start_mark.line + 1
+                raise ValueError(f"line {line} gives {name} more than once: keep one")
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
@@ -28,12 +37,9 @@ def read_settings(path: Path, name: str) -> dict[str, Any]:
     """The settings in a file, which `TwellError` calls by `name`."""
     try:
         text = read_file(path, _MOST_BYTES).decode("utf-8")
-        content, node = yaml.load(text, _Loader), yaml.compose(text, _Loader)
+        content = yaml.load(text, _Loader)
     except _WRONG as error:
         raise TwellError(f"{name} is not valid YAML: {reason(error)}") from error
     if not isinstance(content, dict):
         raise TwellError(f"{name} must hold 'key: value' lines, got {shown(content)}")
-    keys = [str(key.value) for key, _ in node.value]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise TwellError(f"{name} gives {', '.join(twice)} more than once: keep one")
     return content
