@@ -16,19 +16,17 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from twellctl.bench import contest
 from twellctl.bench.dense_fp8 import SCHEMES, Scheme, fast_product, why_no_dense_fp8
 from twellctl.bench.device import bench_device, device_name
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Point
-from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_config import ROUTES, TILE
-from twellctl.bundle.twell_ffn import sparse_ffn, train_ffn
+from twellctl.bundle.twell_ffn import sparse_ffn, sparse_fp8_ffn, train_ffn
 from twellctl.bundle.twell_fp8 import Fp8Weight
-from twellctl.bundle.twell_fp8_linear import Fp8Linear
-from twellctl.bundle.twell_model import by_rows_of_neurons, lay_weights, put_over_twell, use_kernels
+from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_train import AddL1Gradient
 from twellctl.firing.counts import LayerCount
 from twellctl.firing.synthetic import FfnWeights, make_rows, make_weights
@@ -190,18 +188,18 @@ def _forward(
             DENSE_FP8,
             lambda number, run=run, rounded=rounded: run(x, *rounded[number]),
         )
-    loaded = _as_loaded(copies)
-    modules = [_fp8_module(weights, slots, density) for weights in copies] if given.fp8 else []
+    if given.fp8:
+        run, loaded = sparse_fp8_ffn, [_in_fp8(weights) for weights in copies]
+    else:
+        run, loaded = sparse_ffn, [weights.split for weights in _as_loaded(copies)]
     for route in given.route:
-        name = f"twell FP8 {route}" if given.fp8 else f"twell {route}"
-        if given.fp8:
-            over = [_over_kernels(module, route) for module in modules]
-            yield contest.Contender(name, TWELL, lambda number, over=over: over[number](x))
-        else:
-            how = {"slots": slots, "density": density, "sources": own_kernels(), "route": route}
-            ffn = partial(sparse_ffn, **how)
-            call = lambda number, ffn=ffn: ffn(x, *loaded[number].split)  # noqa: E731
-            yield contest.Contender(name, TWELL, call)
+        how = {"slots": slots, "density": density, "sources": own_kernels(), "route": route}
+        ffn = partial(run, **how)
+        yield contest.Contender(
+            f"twell FP8 {route}" if given.fp8 else f"twell {route}",
+            TWELL,
+            lambda number, ffn=ffn: ffn(x, *loaded[number]),
+        )
 
 
 def _fp8_ffn(scheme: Scheme, x: Tensor, gate_up, down, weights: FfnWeights) -> Tensor:
@@ -211,36 +209,11 @@ def _fp8_ffn(scheme: Scheme, x: Tensor, gate_up, down, weights: FfnWeights) -> T
     return fast_product(*hidden, Fp8Weight(*down, weights.down_bias))
 
 
-class _Layers(nn.Module):
-    """A gated FFN as transformers has it, its linear layers in FP8."""
-
-    def __init__(self, weights: FfnWeights):
-        super().__init__()
-        self.gate_up_proj = _fp8_linear(weights.gate_up, weights.gate_up_bias)
-        self.down_proj = _fp8_linear(weights.down, weights.down_bias)
-        self.act_fn = nn.ReLU()
-
-
-def _fp8_linear(weight: Tensor, bias: Tensor | None) -> Fp8Linear:
-    N, K = weight.shape
-    linear = Fp8Linear(K, N, bias is not None, device=weight.device, dtype=BF16)
-    linear.weight.data, linear.weight_scale.data = SCHEMES[0].of_weights(weight)
-    if bias is not None:
-        linear.bias.data = bias
-    return linear
-
-
-def _fp8_module(weights: FfnWeights, slots: int, density: float) -> nn.Module:
-    module = _Layers(weights).requires_grad_(False)
-    put_over_twell(module, {"tile": TILE, "slots": [slots], "densities": [density]})
-    return module
-
-
-def _over_kernels(module: nn.Module, route: str) -> nn.Module:
-    taken = shared_copy(module)
-    use_kernels(taken, own_kernels(), route)
-    lay_weights(taken)
-    return taken
+def _in_fp8(weights: FfnWeights) -> tuple[Fp8Weight | Tensor, ...]:
+    """Gate, up, down, and the values of down by rows of neurons, rounded row by row."""
+    gate_up = Fp8Weight(*SCHEMES[0].of_weights(weights.gate_up), weights.gate_up_bias)
+    down = Fp8Weight(*SCHEMES[0].of_weights(weights.down), weights.down_bias)
+    return (*gate_up.chunk(2), down, down.values.t().contiguous())
 
 
 # ---- forward and backward ----
