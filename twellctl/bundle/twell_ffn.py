@@ -318,29 +318,19 @@ def _fp8_linear(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, source
 # ---- operators ----
 
 
-def _fake_gated_ffn(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *rest) -> Tensor:
-    return x.new_empty(*x.shape[:-1], w_down.shape[0])
-
-
-_FFN_SCHEMA = (
-    "(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
-    "Tensor? b_down, int tile, int slots, float density, str sources, str route) "
-    "-> Tensor"
+_WEIGHTS = (
+    "Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
+    "Tensor? b_down"
 )
-
-
-_FP8_SCHEMA = (
-    "(Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
-    "Tensor? b_down, Tensor s_gate, Tensor s_up, Tensor s_down, Tensor? turned, int tile, "
-    "int slots, float density, str sources, str route) -> Tensor"
-)
-
-
-def _fake_fp8_ffn(x: Tensor, *rest) -> Tensor:
-    return x.new_empty(x.shape)
-
-
+_NUMBERS = "int tile, int slots, float density, str sources, str route"
+_FFN_SCHEMA = f"({_WEIGHTS}, {_NUMBERS}) -> Tensor"
+_SCALES = "Tensor s_gate, Tensor s_up, Tensor s_down, Tensor? turned"
+_FP8_SCHEMA = f"({_WEIGHTS}, {_SCALES}, {_NUMBERS}) -> Tensor"
 _LINEAR_SCHEMA = "(Tensor x, Tensor w, Tensor scale, Tensor? bias, str sources) -> Tensor"
+
+
+def _fake_ffn(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *rest) -> Tensor:
+    return x.new_empty(*x.shape[:-1], w_down.shape[0])
 
 
 def _fake_fp8_linear(x: Tensor, w: Tensor, *rest) -> Tensor:
@@ -358,8 +348,8 @@ def _define(digest: str) -> torch.library.Library:
     define_operators(
         library,
         digest,
-        ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_gated_ffn),
-        ("fp8_ffn", _FP8_SCHEMA, _fp8_ffn, _fake_fp8_ffn),
+        ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_ffn),
+        ("fp8_ffn", _FP8_SCHEMA, _fp8_ffn, _fake_ffn),
         ("fp8_linear", _LINEAR_SCHEMA, _fp8_linear, _fake_fp8_linear),
     )
     define_training(library, digest)
