@@ -7,7 +7,7 @@ for example, the target is what its own FFN gives on the same input.)
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layer import HowToFit, fit_layer
 from twellctl.fitting.layerwise import Layer, Layerwise
 from twellctl.fitting.least_squares import NotSolved, sum_over_processes
-from twellctl.fitting.steps import LayerText, Steps
+from twellctl.fitting.steps import LayerText
 from twellctl.fitting.thresholds import WINDOWS, Thresholds, token_weights
 from twellctl.training.processes import is_one_of_several
 
@@ -124,7 +124,9 @@ class Fitting:
             return there
         how = self.how
         if how.steps is not None:
-            how = HowToFit(how.rank, how.ridge, how.dtype, _reseeded(how.steps, self.seed, index))
+            rank = dist.get_rank() if is_one_of_several() else 0  # each draws tokens of its own
+            seed = (self.seed * 1000 + index) * 1000 + rank
+            how = replace(how, steps=replace(how.steps, seed=seed))
         try:
             made, fired = fit_layer(layer.weights, text, threshold, how)
         except NotSolved as error:
@@ -203,12 +205,6 @@ class Fitting:
 
 def _squares(values: Tensor, weights: Tensor) -> Tensor:
     return (values.square().sum(-1) * weights).double().sum()
-
-
-def _reseeded(steps: Steps, seed: int, index: int) -> Steps:
-    """Those of one layer; each process draws tokens of its own."""
-    rank = dist.get_rank() if is_one_of_several() else 0
-    return Steps(steps.number, steps.tokens, steps.rate, (seed * 1000 + index) * 1000 + rank)
 
 
 def _of_the_first(ids: Tensor) -> Tensor:
