@@ -27,7 +27,7 @@ from twellctl.bundle.twell_config import ROUTES, TILE
 from twellctl.bundle.twell_ffn import sparse_ffn, sparse_fp8_ffn, train_ffn
 from twellctl.bundle.twell_fp8 import Fp8Weight
 from twellctl.bundle.twell_model import by_rows_of_neurons
-from twellctl.bundle.twell_train import AddL1Gradient
+from twellctl.bundle.twell_train import plain_train_ffn
 from twellctl.firing.counts import LayerCount
 from twellctl.firing.synthetic import FfnWeights, make_rows, make_weights
 from twellctl.here.own_kernels import own_kernels
@@ -226,11 +226,9 @@ def _trained(
     grad_y = torch.randn(x.shape, generator=generator, device=x.device, dtype=BF16)
     penalty = torch.full((1,), PENALTY, device=x.device)
 
-    def dense(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+    def dense(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         """y, and how many fired, as `train_ffn` gives them."""
-        gate = F.relu(F.linear(x, w_gate))
-        hidden = AddL1Gradient.apply(gate * F.linear(x, w_up), penalty)
-        return F.linear(hidden, w_down), (gate.detach() != 0).sum(-1).sum()
+        return plain_train_ffn(*tensors, None, None, None, penalty, True)
 
     def twell(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         how = {"density": density, "sources": own_kernels(), "route": "twell"}

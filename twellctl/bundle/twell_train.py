@@ -134,7 +134,8 @@ def define_training(library: torch.library.Library, digest: str) -> None:
         if grad_y is None:
             return (None,) * 8
         *inputs, slots, sources = ctx.inputs
-        tensors = _put_back(inputs, ctx.saved_tensors)
+        saved = iter(ctx.saved_tensors)
+        tensors = [next(saved) if is_there else None for is_there in inputs]
         needed, b_down = ctx.needs_input_grad, tensors[4]
         of_x = of_gate = of_up = of_b_down = None
         of_down = tensors[3]
@@ -168,12 +169,6 @@ def _set_up(ctx, inputs: tuple, output: tuple) -> None:
     tensors = (*inputs[:6], *output[2:])
     ctx.inputs = (*(tensor is not None for tensor in tensors), *inputs[6:])
     ctx.save_for_backward(*(tensor for tensor in tensors if tensor is not None))
-
-
-def _put_back(there: list[bool], saved: tuple[Tensor, ...]) -> list[Tensor | None]:
-    """The saved tensors in their places."""
-    left = iter(saved)
-    return [next(left) if is_there else None for is_there in there]
 
 
 # ---- what the operators do ----
