@@ -21,7 +21,7 @@ from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.engine import EngineError
 from twellctl.decoding.scheduler import Scheduler
-from twellctl.firing.counts import FiredMeter
+from twellctl.firing.counts import fired_meter
 from twellctl.models.quantised import round_model
 
 
@@ -42,7 +42,7 @@ def test_the_judge_counts_what_fires_in_the_last_steps(tiny):
     prompts, tokens = torch.randint(1000, (3, 5)).tolist(), torch.randint(1000, (3, 8)).tolist()
     found = judge(tiny, prompts, tokens, 4)
     seen: list[list[torch.Tensor]] = [[], []]
-    with torch.no_grad(), FiredMeter(tiny, lambda i, _, active: seen[i].append(active[-4:] != 0)):
+    with torch.no_grad(), fired_meter(tiny, lambda i, _, active: seen[i].append(active[-4:] != 0)):
         for prompt, made in zip(prompts, tokens, strict=True):
             tiny(torch.tensor([prompt + made[:-1]]))
     fired = torch.stack([torch.stack(rows) for rows in seen]).float()  # [L, rows, steps, N]

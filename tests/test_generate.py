@@ -22,7 +22,7 @@ from other_processes import SLOW_STEPS
 from twellctl.decoding.engine import Sampling, Token
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
-from twellctl.firing.counts import FiredMeter
+from twellctl.firing.counts import fired_meter
 from twellctl.generate import Chat, Generation, generate, load
 from twellctl.models import loading
 from twellctl.models.checkpoint import open_checkpoint
@@ -72,7 +72,10 @@ def test_the_density_is_what_the_hooks_count(relu_llama, stock, tokenizer):
     list(made)
     ids = tokenizer.encode(PROMPT)
     tokens, shares = stock.tokens(ids, 12), []
-    with torch.no_grad(), FiredMeter(stock.model, lambda _, __, active: shares.append(active != 0)):
+    with (
+        torch.no_grad(),
+        fired_meter(stock.model, lambda _, __, active: shares.append(active != 0)),
+    ):
         stock.model(torch.tensor([ids + tokens[:-1]]))
     known = torch.stack(shares)[:, -len(tokens) :].float().mean()
     assert made.figures.density == pytest.approx(float(known), rel=1e-4)

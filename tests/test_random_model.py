@@ -11,7 +11,7 @@ from twellctl.bench import random_model as module
 from twellctl.bench.random_model import BUILT_IN, Shape, make_model, open_shape
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError
-from twellctl.firing.counts import FiredMeter, count_layers
+from twellctl.firing.counts import count_layers, fired_meter
 from twellctl.firing.synthetic import make_rows, make_weights
 
 
@@ -35,7 +35,7 @@ def unions(body, ids) -> list[float]:
     def count(layer, gate, active):
         found[layer] = (active != 0).unflatten(0, (-1, 128)).any(1).float().mean().item()
 
-    with FiredMeter(body, count):
+    with fired_meter(body, count):
         body(input_ids=ids, use_cache=False)
     return list(found.values())
 

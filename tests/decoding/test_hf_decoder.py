@@ -8,7 +8,7 @@ from twellctl.decoding.engine import Sampling
 from twellctl.decoding.hf_decoder import HFDecoder, LoneDecoder
 from twellctl.decoding.opening import open_scheduler, told_of_decoder
 from twellctl.errors import TwellError
-from twellctl.firing.counts import FiredMeter
+from twellctl.firing.counts import fired_meter
 
 PAGED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "gemma2"]
 PAGE_BYTES = 2 * 64 * 2 * (8 + 8) * 4  # of two layers, two heads of 8, float32
@@ -59,7 +59,7 @@ def test_chunks_of_a_prompt_change_no_token(tiny, generated, prompts, monkeypatc
 def fired_shares(model, tokens: list[int]) -> torch.Tensor:
     """`[len(tokens), L]`, as the profile counts them."""
     shares = []
-    with torch.no_grad(), FiredMeter(model, lambda _, __, active: shares.append(active != 0)):
+    with torch.no_grad(), fired_meter(model, lambda _, __, active: shares.append(active != 0)):
         model(torch.tensor([tokens]))
     return torch.stack([share.float().mean(-1) for share in shares], 1)
 

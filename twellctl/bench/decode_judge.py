@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_model import gated_ffns
-from twellctl.firing.counts import FiredMeter
+from twellctl.firing.counts import fired_meter
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def judge(model: nn.Module, prompts: list[list[int]], tokens: list[list[int]], l
 
     shortfall = torch.zeros((), device=model.device)
     # that hooks keep the kernels from running is meant
-    with reasons_said(), FiredMeter(model, count):
+    with reasons_said(), fired_meter(model, count):
         for prompt, made in zip(prompts, tokens, strict=True):
             ids = torch.tensor([prompt + made[:-1]], device=model.device)
             done = model(input_ids=ids, use_cache=False, logits_to_keep=len(made))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation.results import KindScore, TextResult, TextScore
-from twellctl.firing.counts import FiredMeter, LayerCount
+from twellctl.firing.counts import LayerCount, fired_meter
 from twellctl.firing.grouping import GroupedWindows
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.head_loss import HeadLoss
@@ -46,7 +46,7 @@ def count_windows(
         def count(layer: int, gate: Tensor, active: Tensor, rows: Tensor = rows) -> None:
             counts[layer].add(gate, active, rows)
 
-        with FiredMeter(model, count, lambda layer, hidden: counts[layer].look(hidden)):
+        with fired_meter(model, count, lambda layer, hidden: counts[layer].look(hidden)):
             read(ids, groups)
         done += len(ids)
         progress(done, len(text.ids))

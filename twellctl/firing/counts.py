@@ -3,7 +3,8 @@
 Counts are kept as histograms, so their size depends on the model and not on the text.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -23,39 +24,30 @@ MAX_OVERFLOW = 1e-5
 COUNTED_AT_ONCE = 8192  # tokens of one forward
 
 
-class FiredMeter:
-    """Inside `with`, each forward of layer i calls `count(i, gate, active)`.
+@contextlib.contextmanager
+def fired_meter(model: nn.Module, count: Count, look: Look | None = None) -> Iterator[None]:
+    """Inside, each forward of layer i calls `count(i, gate, active)`.
 
     Both are `[M, N]`, the gate before and after the activation; what fired is `active != 0`. Under
     gradient checkpointing `count` is called again in the backward pass. `look(i, hidden)` is called
     with what W_down of layer i reads.
     """
 
-    def __init__(self, model: nn.Module, count: Count, look: Look | None = None):
-        self.model, self.count, self.look = model, count, look
-        self._hooks: list = []
+    def count_at(i: int, module: nn.Module, inputs: tuple[Tensor], active: Tensor) -> None:
+        gate = inputs[0].detach()
+        count(i, gate.flatten(0, -2), active.detach().flatten(0, -2))
 
-    def __enter__(self) -> "FiredMeter":
-        for layer_idx, ffn in enumerate(gated_ffns(self.model)):
-            counted = partial(self._count_at, layer_idx)
-            self._hooks.append(activation_of(ffn).register_forward_hook(counted))
-            if self.look is not None:
-                before = partial(self._look_at, layer_idx)
-                self._hooks.append(ffn.down_proj.register_forward_pre_hook(before))
-        return self
+    def look_at(i: int, module: nn.Module, inputs: tuple[Tensor]) -> None:
+        look(i, inputs[0])
 
-    def __exit__(self, *failure: object) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _count_at(
-        self, layer_idx: int, module: nn.Module, inputs: tuple[Tensor], active: Tensor
-    ) -> None:
-        gate, active = inputs[0].detach(), active.detach()
-        self.count(layer_idx, gate.flatten(0, -2), active.flatten(0, -2))
-
-    def _look_at(self, layer_idx: int, module: nn.Module, inputs: tuple[Tensor]) -> None:
-        self.look(layer_idx, inputs[0])
+    with contextlib.ExitStack() as hooks:
+        for i, ffn in enumerate(gated_ffns(model)):
+            counted = activation_of(ffn).register_forward_hook(partial(count_at, i))
+            hooks.callback(counted.remove)
+            if look is not None:
+                seen = ffn.down_proj.register_forward_pre_hook(partial(look_at, i))
+                hooks.callback(seen.remove)
+        yield
 
 
 class LayerCount:
@@ -133,7 +125,7 @@ def count_layers(body: nn.Module, ids: Tensor, tile: int) -> list[LayerProfile]:
     size = body.config.intermediate_size - mapped_neurons(body.config)
     counts = [LayerCount(size, tile, ids.device) for _ in ffns]
 
-    with FiredMeter(body, lambda layer, gate, active: counts[layer].add(gate, active)):
+    with fired_meter(body, lambda layer, gate, active: counts[layer].add(gate, active)):
         for batch in ids.split(max(1, COUNTED_AT_ONCE // ids.shape[1])):
             body(input_ids=batch, use_cache=False)
     return [count.summary() for count in counts]
