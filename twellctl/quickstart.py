@@ -162,18 +162,7 @@ def _train_silu(out: Path, progress: Bar) -> None:
     write_tokens(token_stream(read_texts(train, "text"), tokenizer), out / "tokens.bin")
     blocks = Blocks(read_blocks(out / "tokens.bin", SEQ_LEN))
     torch.manual_seed(0)
-    model = LlamaForCausalLM(_tiny_config()).to(default_device())
-    with progress("steps") as show:
-        _pretrain(model, blocks, show)
-    with quiet_transformers():
-        model.save_pretrained(out / "silu")
-        tokenizer.save_pretrained(out / "silu")
-        clean_side_file(out / "silu" / "tokenizer_config.json")
-    (out / "tokens.bin").unlink()
-
-
-def _tiny_config() -> LlamaConfig:
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=512,
@@ -185,6 +174,14 @@ def _tiny_config() -> LlamaConfig:
         bos_token_id=0,
         eos_token_id=0,
     )
+    model = LlamaForCausalLM(config).to(default_device())
+    with progress("steps") as show:
+        _pretrain(model, blocks, show)
+    with quiet_transformers():
+        model.save_pretrained(out / "silu")
+        tokenizer.save_pretrained(out / "silu")
+        clean_side_file(out / "silu" / "tokenizer_config.json")
+    (out / "tokens.bin").unlink()
 
 
 def _pretrain(model: PreTrainedModel, blocks: Blocks, progress: Callable[[int, int], None]) -> None:

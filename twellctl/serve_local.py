@@ -169,7 +169,7 @@ async def serve(
                 on_ready(served, _url(listener))
             await stop.wait()
             traffic.draining = True
-            await _first_of(drain, traffic.idle(), hurry.wait())
+            await _first_of(drain, traffic.idle.wait(), hurry.wait())
         finally:
             _, closed = in_daemon_thread(served.engine.close)
             await _first_of(_CLOSE_SECONDS, closed, hurry.wait())

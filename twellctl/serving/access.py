@@ -98,10 +98,7 @@ def _what_pages_may_send(http: web.Request) -> dict[str, str]:
 
 def is_loopback(host: str) -> bool:
     """Whether `host`, a name or an address, is this machine and reachable from nowhere else."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def is_address(host: str) -> bool:

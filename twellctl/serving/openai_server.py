@@ -50,8 +50,8 @@ class Traffic:
     def __init__(self) -> None:
         self.draining = False
         self._num_running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()  # nothing is being answered
+        self.idle.set()
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -59,17 +59,13 @@ class Traffic:
         if self.draining:
             raise EngineClosed("the server is stopping")
         self._num_running += 1
-        self._idle.clear()
+        self.idle.clear()
         try:
             yield
         finally:
             self._num_running -= 1
             if not self._num_running:
-                self._idle.set()
-
-    async def idle(self) -> None:
-        """Returns once nothing is being answered."""
-        await self._idle.wait()
+                self.idle.set()
 
 
 def make_app(
