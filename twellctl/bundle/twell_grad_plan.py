@@ -90,12 +90,12 @@ def make_grad_plan(plan: Plan, limits: Limits) -> GradPlan:
     most = most_panel_rows(limits.smem_bytes, spec.GRAD_STAGES) // plan.tile_tokens
     panel_tiles = ceil_div(plan.num_tiles, ceil_div(plan.num_tiles, most))
     tokens, columns = panel_tiles * plan.tile_tokens, plan.K // 16
-    weight_splits = split_down(plan.N, plan.M, columns, tokens, limits.num_sms, spec.GRAD_FOUR)
+    weight_splits = split_down(plan.N, columns, tokens, limits.num_sms, spec.GRAD_FOUR)
     x_split = 1
     while plan.panel_rows > x_split * most_panel_rows(limits.smem_bytes, spec.GRAD_STAGES, 64):
         x_split *= 2
     rows = plan.panel_rows // x_split
-    x_shares = split_down(plan.M, plan.N, columns, rows, limits.num_sms, spec.GRAD_FOUR)
+    x_shares = split_down(plan.M, columns, rows, limits.num_sms, spec.GRAD_FOUR)
     chunk = plan.M
     if x_split * plan.num_panels > 1:
         chunk = round_up(ceil_div(plan.M, ceil_div(plan.M, _X_CHUNK)), spec.GRAD_FOUR)

@@ -193,7 +193,7 @@ def make_plan(
     panel_rows = choose_panel_rows(N, limits.smem_bytes)
     if training:
         panel_rows = round_up(panel_rows, 4 * spec.GROUP)  # so that quarters are whole groups
-    splits = split_down(M, N, K // 16, panel_rows, limits.num_sms)
+    splits = split_down(M, K // 16, panel_rows, limits.num_sms)
     num_panels = ceil_div(N, panel_rows)
     cluster_smem = _cluster_smem(N, laid[0], cap, num_panels, limits.smem_bytes)
     most = N if training else cap
@@ -304,7 +304,7 @@ def _up_clocks(N: int, tile_tokens: int, slabs_per_range: int, neuron_ranges: in
 
 
 def split_down(
-    M: int, N: int, column_blocks: int, panel_rows: int, num_sms: int, group_rows: int = spec.GROUP
+    M: int, column_blocks: int, panel_rows: int, num_sms: int, group_rows: int = spec.GROUP
 ) -> int:
     """Shares of the token groups: enough to fill the device, few enough to be worth a panel."""
     groups = ceil_div(M, group_rows)
