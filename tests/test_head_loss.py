@@ -117,7 +117,6 @@ def test_gradient(make_model, family, checkpointing):
     for name, gradient in expected.items():
         error = (model.get_parameter(name).grad - gradient).norm() / gradient.norm()
         assert error < 1e-4, name
-    states.remove()
 
 
 def test_comparable(make_model):

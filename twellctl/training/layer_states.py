@@ -40,16 +40,9 @@ class LayerStates:
         self.weight, self.scale = weight, 1.0
         layers, theirs = ffn_layers(model), ffn_layers(teacher)
         self._wanted: list[Tensor | None] = [None] * len(layers)
-        self._handles = [
-            layer.register_forward_hook(partial(hook, i))
-            for hook, model_layers in ((self._keep, theirs), (self._compare, layers))
-            for i, layer in enumerate(model_layers)
-        ]
-
-    def remove(self) -> None:
-        """Take the hooks off again."""
-        for handle in self._handles:
-            handle.remove()
+        for hook, model_layers in ((self._keep, theirs), (self._compare, layers)):
+            for i, layer in enumerate(model_layers):
+                layer.register_forward_hook(partial(hook, i))
 
     def _keep(self, index: int, layer: nn.Module, args: tuple, output: Tensor | tuple) -> None:
         self._wanted[index] = _states(output)
