@@ -70,8 +70,7 @@ def answers(
         )
     write = bulk.answers if HFDecoder.why_not(model) is None else _one_by_one
     found: list[list[int]] = [[] for _ in prompts]
-    rows = min(bulk.ROWS, len(prompts))
-    made = write(model, tokenizer, prompts, max_new_tokens=min(max_tokens, room), rows=rows)
+    made = write(model, tokenizer, prompts, max_new_tokens=min(max_tokens, room))
     for done, (place, tokens) in enumerate(made, 1):
         found[place] = tokens
         progress(done, len(prompts))
@@ -87,7 +86,6 @@ def _one_by_one(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    rows: int,
 ) -> Iterator[tuple[int, list[int]]]:
     """As `bulk.answers`, by a model whose steps cannot be batched."""
     scheduler = open_scheduler(model, [tokenizer.eos_token_id], max_running=1)
