@@ -107,7 +107,7 @@ def test_quiet_leaves_results_and_errors(cli, refusal, relu_llama, tmp_path, mon
     refusal("export", relu_llama, tmp_path / "out", "-q")
 
 
-def test_the_home_folder_in_paths_that_no_shell_has_seen(cli, silu_llama, tmp_path, monkeypatch):
+def test_paths_that_no_shell_has_seen(cli, refusal, silu_llama, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "silu").symlink_to(silu_llama)
     assert cli("convert", "~/silu", "~/relu")[0] == 0
@@ -122,6 +122,10 @@ def test_the_home_folder_in_paths_that_no_shell_has_seen(cli, silu_llama, tmp_pa
         "",
         ["error: 'a\\x00b' is not a path: it contains a NUL character"],
     )
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for words in ((loop, tmp_path / "out"), (silu_llama, loop), (silu_llama, loop / "out")):
+        assert "leads to itself" in refusal("convert", *words)
     named = tmp_path / "\udcff"
     named.symlink_to(silu_llama)
     code, _, err = cli("export", str(named), str(tmp_path / "exported"))

@@ -97,6 +97,8 @@ def test_unknown_keys_are_named_with_what_was_meant(write):
     [
         ("l1", "-2e-5", "must be >= 0, got '-2e-5'"),
         ("l1", ".nan", "must be finite"),
+        ("l1", "1e308", "must be <= 1e+30"),
+        ("lora-rank", "9223372036854775808", "must be >= 0 and <= 16384"),
         ("l1", "yes", "must be a number, got True"),
         ("l1", "fast", "must be a number, got 'fast'"),
         ("seed", "1" + "0" * 400, "must be finite"),

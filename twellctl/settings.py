@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from twellctl.errors import UsageError, shown
 
 Kind = TypeVar("Kind")
+_MOST = 1e30  # of any float: it is computed with in float32
 _SIGNS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 
@@ -151,4 +152,6 @@ def _checked_number(value: Any, kind: type, metadata: typing.Mapping[str, Any]) 
     exact = value if isinstance(value, int) else number
     if not all(_SIGNS[sign](exact, bound) for sign, bound in bounds):
         raise ValueError(f"must be {' and '.join(f'{sign} {bound}' for sign, bound in bounds)}")
+    if kind is float and number > _MOST:
+        raise ValueError(f"must be <= {_MOST:g}")
     return value if isinstance(value, kind) else kind(number)

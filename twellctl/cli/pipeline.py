@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twellctl.errors import TwellError, UsageError, shown
+from twellctl.errors import TwellError, UsageError, encodable, shown
 from twellctl.files.home import from_home
 from twellctl.files.outputs import write_file
 from twellctl.files.strict_json import read_json
@@ -63,7 +63,7 @@ def run(
         if not isinstance(given, dict | None):
             raise UsageError(f"{file}: {name} must hold flags of its command, got {shown(given)}")
         for key, value in (given or {}).items():
-            if not all(isinstance(one, str | int | float) for one in _each(value)):
+            if not all(map(_is_plain, _each(value))):
                 raise UsageError(
                     f"{file}: {key} of {name} must be text, a number, true, false, or a list of "
                     f"these, got {shown(value)}"
@@ -86,6 +86,8 @@ def _take(
             raise TwellError(
                 f"{out / _MADE[name]} was made with other settings: remove it, or name another out"
             )
+    if out.exists() and not out.is_dir():
+        raise TwellError(f"{out} exists and is not a folder: name another out")
     out.mkdir(parents=True, exist_ok=True)
     for name, made in ((name, out / _MADE[name]) for name in steps):
         if made.exists() and (name != "write" or begun.get(_WRITTEN)):
@@ -167,3 +169,10 @@ def _flags(settings: Settings) -> Iterator[str]:
 
 def _each(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `RECORD` can hold it, as JSON: neither lone surrogates, nor what is not finite."""
+    if isinstance(value, str):
+        return value == encodable(value)
+    return isinstance(value, int | float) and value - value == 0

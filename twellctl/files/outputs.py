@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.errors import TwellError, encodable
+from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import (
     lay_aside,
@@ -133,15 +134,7 @@ def check_file(path: Path, what: str, kind: str, is_kind: Callable[[Path], bool]
 
 def _real(path: Path) -> Path:
     """Where a file lies that is written by way of `path`, which may be a link, and stays one."""
-    if not path.is_symlink():
-        return path
-    try:
-        path.stat()
-    except FileNotFoundError:
-        pass  # it is to be made
-    except OSError as error:  # it leads to itself, for example
-        raise TwellError(f"{path} cannot be written: {error.strerror or error}") from error
-    return path.resolve()
+    return from_home(path).resolve() if path.is_symlink() else path
 
 
 def check_json_path(path: Path, key: str, kind: str) -> None:

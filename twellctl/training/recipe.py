@@ -131,7 +131,10 @@ class Recipe:
         group="Memory and speed",
     )
     lora_rank: int = setting(
-        0, "Rank of LoRA on attention; FFNs are trained in full. 0: no LoRA.", at_least=0
+        0,
+        "Rank of LoRA on attention; FFNs are trained in full. 0: no LoRA.",
+        at_least=0,
+        at_most=16384,
     )
     lora_ffn: bool = setting(False, "With --lora-rank: LoRA on the FFN as well.")
     gradient_checkpointing: bool = setting(False, "Recompute activations to save memory.")
