@@ -10,8 +10,10 @@ import torch
 from edits import weights_in
 from safetensors.torch import load_file, save_file
 
+from twellctl.errors import TwellError
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import read_tensors
+from twellctl.models.shards import read_header
 
 INDEX = "model.safetensors.index.json"
 FFN = "model.layers.0.mlp"
@@ -263,3 +265,9 @@ def test_a_weight_of_one_number_is_read(silu_llama, tmp_path):
     with weights_in(folder) as tensors:
         tensors["model.scale"] = torch.tensor(2.0)
     assert dict(read_tensors(open_checkpoint(folder), ["model.scale"])) == {"model.scale": 2.0}
+
+
+def test_weights_that_cannot_be_opened_are_not_said_to_be_missing(tmp_path):
+    (file := tmp_path / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+    with pytest.raises(TwellError, match="cannot be read: Too many levels of symbolic links"):
+        read_header(file)

@@ -64,7 +64,7 @@ def read_shards(name: str, path: Path) -> tuple[dict[str, TensorInfo], tuple[str
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file; `TwellError` if it is truncated or no such file."""
     try:
-        with safe_open(path, framework="np") as file:
+        with path.open("rb"), safe_open(path, framework="np") as file:  # which says why not
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
                 name: TensorInfo(name, part.get_dtype(), tuple(part.get_shape()), path.name)
