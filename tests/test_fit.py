@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.convert import convert
+from twellctl.decoding.kernel_fit import num_mapped
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.finetune import finetune
@@ -321,8 +322,12 @@ def test_fine_tuning_goes_on_from_a_fit(fitted, text_file, tmp_path):
     assert tuned.density < 0.7  # the map, which always fires, would add to it
     config = json.loads((tmp_path / "tuned/config.json").read_text())
     assert config["twell"]["map_neurons"] == 16
-    tensors = load_file(tmp_path / "tuned/model.safetensors")
-    assert tensors["model.layers.0.mlp.gate_proj.weight"].shape == (112, 32)
+    before, after = (load_file(f / "model.safetensors") for f in (out, tmp_path / "tuned"))
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.gate_proj.weight"
+        assert after[name].shape == (112, 32)
+        assert num_mapped(after[name]) == 16  # engines still find it
+        assert not torch.equal(after[name][-1], before[name][-1])
 
 
 def test_an_export_computes_what_the_folder_does_and_counts_no_map(

@@ -76,6 +76,25 @@ def test_gradients_are_those_of_the_soft_relu():
     assert torch.allclose(x.grad, y.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_the_neurons_of_a_map_share_what_they_feel(relu_llama, ids):
+    """Their gate gets the mean, and what the FFN reads gets what it would without that."""
+    found = []
+    for map_neurons in (0, 16):
+        model, gates = priced(relu_llama, map_neurons=map_neurons)
+        mlp, own = model.model.layers[1].mlp, 80
+        with torch.no_grad():
+            mlp.gate_proj.weight[own:] = mlp.gate_proj.weight[-1]
+        gates.begin(TOKENS)
+        x = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        (mlp(x) * torch.linspace(-1, 1, 32)).sum().backward()
+        found.append((x.grad, mlp.gate_proj.weight.grad))
+    (x, apart), (same_x, shared) = found
+    torch.testing.assert_close(same_x, x)
+    torch.testing.assert_close(shared[:own], apart[:own])
+    assert (apart[own:] - apart[own]).abs().max() > 0.01 * apart.abs().max()
+    torch.testing.assert_close(shared[own:], apart[own:].mean(0).expand(16, -1))
+
+
 def test_a_shift_feels_what_its_neuron_costs(relu_llama, ids):
     model, gates = priced(relu_llama)
     draw_shifts(gates)

@@ -57,22 +57,28 @@ class PricedGate(nn.Module):
     def forward(self, gate: Tensor) -> Tensor:
         fires = gate > 0
         self.fired = fires[..., : self.num_own].sum(dtype=torch.float32)
-        return _Fire.apply(gate, self.price) if self.training else torch.where(fires, gate, 0)
+        if not self.training:
+            return torch.where(fires, gate, 0)
+        return _Fire.apply(gate, self.price, self.num_own)
 
 
 class _Fire(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, price: Tensor) -> Tensor:
+    def forward(ctx, gate: Tensor, price: Tensor, num_own: int) -> Tensor:
         ctx.save_for_backward(gate, price)
+        ctx.num_own = num_own
         return gate.relu()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         stored, price = ctx.saved_tensors
         gate, grad = stored.float(), grad.float()
         soft = torch.sigmoid(gate / SLOPE)
         slope = soft * (1 - soft) / SLOPE * (grad * gate + price)
-        return (grad * soft + slope).to(stored.dtype), None
+        found = grad * soft + slope
+        if ctx.num_own < found.shape[-1]:  # the neurons of a map have one gate, and keep it
+            found[..., ctx.num_own :] = found[..., ctx.num_own :].mean(-1, keepdim=True)
+        return found.to(stored.dtype), None, None
 
 
 class PricedGates:
@@ -80,7 +86,8 @@ class PricedGates:
 
     The penalty is `l1 * mean over layers and tokens of the number of neurons that fire`. The last
     `map_neurons`, which always fire, are not counted, and so far from zero that no price reaches
-    them.
+    them. They have one gate, by whose equal rows engines know them: each takes the mean of their
+    gradients, which moves all rows alike, and leaves the gradient of what the FFN reads as it is.
     """
 
     def __init__(self, model: nn.Module, map_neurons: int = 0):
@@ -128,18 +135,24 @@ class PricedGates:
 
     @torch.no_grad()
     def fold(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        """Make the shifts part of those gate weights that `state` of `model` has; take them out."""
+        """Make the shifts part of those gate weights that `state` of `model` has; take them out.
+
+        Rows of a map, which may differ by rounding, become one.
+        """
         names = {id(module): name for name, module in model.named_modules()}
         for ffn, gate in zip(self.ffns, self.gates, strict=True):
             state.pop(f"{names[id(ffn)]}.{activation_name(ffn)}.shift", None)
-            name = f"{names[id(gate_and_up(ffn)[0])]}.weight"
-            if name in state:
+            product, count = names[id(gate_and_up(ffn)[0])], len(gate.shift)
+            if (name := f"{product}.weight") in state:
                 weight = state[name].clone()
-                count = len(gate.shift)
                 moved = weight[:count].float()
                 moved -= torch.outer(gate.shift, gate.direction).to(moved.device)
                 weight[:count] = moved
                 state[name] = weight
+            if gate.num_own < count:
+                for name in {f"{product}.weight", f"{product}.bias"} & state.keys():
+                    state[name] = state[name].clone()
+                    state[name][gate.num_own : count] = state[name][gate.num_own].clone()
 
     def remove(self) -> None:
         """Give the FFNs back their own activation."""
