@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from edits import weights_in
+from edits import jsonl, weights_in
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -222,10 +222,23 @@ def test_two_processes_fit_as_one_does(started, fitted, text_file, tmp_path):
     assert report["held_out"]["kl"] == pytest.approx(alone.fitted.held_out.kl, rel=0.05)
 
 
-def test_more_files_behind_data_as_a_shell_gives_them(refusal, silu_llama, text_file, tmp_path):
-    words = ("convert", silu_llama, tmp_path / "out")
+@pytest.mark.parametrize("command", ["convert", "profile", "eval", "bench model", "bench decode"])
+def test_more_files_behind_data_as_a_shell_gives_them(
+    refusal, silu_llama, relu_llama, text_file, tmp_path, command
+):
+    made = (silu_llama, tmp_path / "out") if command == "convert" else (relu_llama,)
+    words = (*command.split(), *made, "-q")
+    words += ("--device=cpu",) if "bench" in command else ()
+    words += ("--seq-len=64", "--tokens=64") if command == "bench model" else ()
     assert "no.txt does not exist" in refusal(*words, "--data", text_file, tmp_path / "no.txt")
     assert f"{text_file}: which flag is it for?" in refusal(*words, text_file, code=2)
+
+
+def test_more_files_behind_tasks(refusal, relu_llama, text_file, tmp_path):
+    tasks = jsonl(tmp_path / "tasks.jsonl", [{"prompt": "1 + 1 =", "answer": "2"}])
+    words = ("eval", relu_llama, "--tasks", tasks, tmp_path / "no.jsonl")
+    assert "no.jsonl cannot be read" in refusal(*words)
+    assert "which flag is it for?" in refusal(*words, "--data", text_file, code=2)
 
 
 def test_little_text_is_fitted_on_before_it_is_held_out():
@@ -289,6 +302,12 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, 
     assert "2048 tokens, 2 layers of 32 x 96 and a map of rank 16" in said
     assert not out.exists()
     kept = f"{out}.run keeps the layers that were fitted: repeat the command to continue"
+    with monkeypatch.context() as patch:  # before any layer is there
+        patch.setattr("twellctl.fitting.run.load_model", lambda *_, **how: interrupt())
+        for more in ((), ("--ridge", 0.1)):
+            status, _, err = cli("convert", source, out, *words, *more)
+            assert (status, err[-1]) == (130, "error: interrupted")
+            assert kept not in err
     for stop, code, said in ((interrupt, 130, [kept, "error: interrupted"]), (end, 143, [kept])):
         with monkeypatch.context() as patch:
             patch.setattr(screen, "fitting", stop)

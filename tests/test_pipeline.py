@@ -74,6 +74,8 @@ def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
     assert pipe(STEPS.replace("windows: 1", "windows: 2"), "--keep-going")[0] == 0
     for step in ("revision: main", "text-column: text"):  # of a step before it
         assert pipe(STEPS.replace("convert: {{}}", f"convert: {{{{{step}}}}}"))[0] == 1
+    (tmp_path / "out/run.json").write_text("{")
+    assert pipe()[2][-1].endswith(": remove it")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,7 @@ def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
         (STEPS.replace("{out}", "{text}"), "exists and is not a folder: name another out"),
         (STEPS + "write: {{prompts:}}", "or a list of these, got None"),
         (STEPS + "write: {{tokens: many}}", "Invalid value for '--tokens'"),
+        (STEPS + "write: {{help: true}}", "write has no flag help: remove it"),
         (STEPS + "out: b", "line 8 gives out more than once: keep one"),
         (
             STEPS + "write:\n tokens: 1\n tokens: 2",

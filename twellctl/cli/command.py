@@ -11,6 +11,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperOption
 
 from twellctl.cli.flags import given_of, options_of
+from twellctl.errors import UsageError
 from twellctl.files.home import from_home
 from twellctl.files.outputs import check_json_path, write_file
 from twellctl.files.strict_json import json_text
@@ -49,6 +50,10 @@ HelpAll = Annotated[
     ),
 ]
 _ALWAYS = ("quiet", "help_all")
+More = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FILE", help="More files for --data, so that --data *.jsonl works."),
+]
 
 
 class ReaderLeft(Exception):
@@ -110,21 +115,26 @@ def command(
 
 def _with_options(function: Callable[..., None], is_long: bool) -> Callable[..., None]:
     """`function` with --quiet, and with an option for each setting of KIND where its parameters
-    have `flags: Annotated[dict, KIND]`."""
+    have `flags: Annotated[dict, KIND]`; if one is `data`, a shell may put more files behind it."""
     own, parameters = inspect.signature(function).parameters, []
     settings = options_of(get_args(own["flags"].annotation)[1]) if "flags" in own else {}
     for name, parameter in own.items():
         parameters += settings.values() if name == "flags" else [parameter]
-    kinds = {"quiet": Quiet} | ({"help_all": HelpAll} if is_long else {})
+    kinds: dict[str, Any] = {"quiet": Quiet} | ({"help_all": HelpAll} if is_long else {})
+    kinds |= {"more": More} if "data" in settings else {}
     parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
         for name, kind in kinds.items()
     ]
 
-    def run(*, quiet: bool, help_all: bool = False, **given: Any) -> None:
+    def run(
+        *, quiet: bool, help_all: bool = False, more: list[str] | None = None, **given: Any
+    ) -> None:
         if quiet:
             ui.be_quiet()
         flags = {"flags": given_of(settings, given)} if settings else {}
+        if more:
+            _take(more, flags["flags"])
         paths = {n: from_home(path) for n, path in given.items() if isinstance(path, Path)}
         try:
             function(**given | paths | flags)
@@ -135,6 +145,14 @@ def _with_options(function: Callable[..., None], is_long: bool) -> Callable[...,
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+def _take(more: list[str], flags: dict) -> None:
+    """Add the files that a shell has put behind that of --data or --tasks to it."""
+    given = {"data", "eval_data", "tasks"} & flags.keys()
+    if given not in ({"data"}, {"tasks"}):
+        raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
+    flags[given.pop()] += tuple(more)
 
 
 def process_rank() -> int:

@@ -8,32 +8,18 @@ import typer
 
 from twellctl.cli.command import Model, Out, Overwrite, Revision, be_quiet_unless_first
 from twellctl.cli.use import TemplateArguments
-from twellctl.errors import UsageError, counted
+from twellctl.errors import counted
 from twellctl.fitting.settings import Fit
 from twellctl.screens import make as screen
 from twellctl.screens import ui
 from twellctl.training.recipe import Recipe
 from twellctl.write import Writing
 
-More = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="FILE", help="More files for --data, so that --data *.jsonl works."),
-]
-
-
-def _take(more: list[str] | None, flags: dict) -> None:
-    """Add the files that a shell has put behind that of --data to it."""
-    if more and ("data" not in flags or "eval_data" in flags):
-        raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
-    if more:
-        flags["data"] += tuple(more)
-
 
 def convert(
     *,
     model: Model,
     out: Out,
-    more: More = None,
     revision: Revision = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[
@@ -51,7 +37,6 @@ def convert(
     until it is fine-tuned.
     """
     be_quiet_unless_first()
-    _take(more, flags)
     ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
     from twellctl.training.recipe import run_folder
@@ -65,7 +50,8 @@ def convert(
     try:
         done = run(model, out, **how, doing=ui.doing, told=screen.fitting, **flags)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
-        if (kept := run_folder(out)).exists() and "data" in flags and not overwrite:
+        kept = run_folder(out)
+        if any(kept.glob("layer-*.safetensors")) and "data" in flags and not overwrite:
             ui.note(f"{kept} keeps the layers that were fitted: repeat the command to continue")
         raise
     screen.converted(done, model)
@@ -122,7 +108,6 @@ def finetune(
     *,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
     out: Out,
-    more: More = None,
     recipe: Annotated[
         str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
     ] = None,
@@ -146,7 +131,6 @@ def finetune(
     from twellctl.training.recipe import check_report_to, file_of, recipe_to_resume, resolve_recipe
 
     be_quiet_unless_first()
-    _take(more, flags)
     if target_sparsity is not None:
         flags["target_sparsity"] = target_sparsity
     recipe_file = file_of(recipe)

@@ -63,6 +63,8 @@ def run(
         if not isinstance(given, dict | None):
             raise UsageError(f"{file}: {name} must hold flags of its command, got {shown(given)}")
         for key, value in (given or {}).items():
+            if key in ("help", "help-all"):
+                raise UsageError(f"{file}: {name} has no flag {key}: remove it")
             if not all(map(_is_plain, _each(value))):
                 raise UsageError(
                     f"{file}: {key} of {name} must be text, a number, true, false, or a list of "
@@ -77,7 +79,7 @@ def _take(
 ) -> None:
     group: Any = context.parent.command
     commands = group.commands
-    begun = read_json(out / RECORD) if (out / RECORD).exists() else {}
+    begun = read_json(out / RECORD, "remove it") if (out / RECORD).exists() else {}
     records = {name: _record(name, model, steps) for name in steps}
     for name in steps:
         words = _words(name, model, out, steps)
@@ -107,7 +109,7 @@ def _take(
 
 
 def _check_verdict(made: Path) -> None:
-    found = read_json(made).get("verdict")
+    found = read_json(made, "remove it").get("verdict")
     if found is None:
         return
     if (verdict := Verdict(**found)).step is None:

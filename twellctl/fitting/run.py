@@ -143,19 +143,20 @@ def _part_of(weights: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _prepare(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bool:
-    settings = _settings(checkpoint, fit)
+    settings, num_kept = _settings(checkpoint, fit), len([*run.glob("layer-*.safetensors")])
     if run.exists() and not overwrite:
         if not (run / SETTINGS_FILE).is_file():
             raise TwellError(
                 f"{run} is not a run of twellctl (no {SETTINGS_FILE} in it): remove it"
             )
-        if read_json(run / SETTINGS_FILE) != settings:
+        if read_json(run / SETTINGS_FILE, "start again with --overwrite") == settings:
+            return num_kept > 0
+        if num_kept:
             raise UsageError(
                 f"{run} holds a fit with other settings, or of another version: repeat those, or "
                 "start again with --overwrite"
             )
-        return any(run.glob("layer-*.safetensors"))
-    with staged(run, overwrite=overwrite, not_ours=_not_ours) as stage:
+    with staged(run, overwrite=True, not_ours=_not_ours) as stage:
         tokenizer = load_tokenizer(checkpoint)
         vocabulary = checkpoint.config.get("vocab_size")
         wanted = fit.tokens + (windows_held_out(fit) + 1) * fit.seq_len

@@ -17,6 +17,7 @@ from twellctl.files.home import from_home
 from twellctl.here.resources import resource_dir
 from twellctl.settings import coerce, flag_name, setting
 
+NO_RUN = "does not exist: there is no run to resume, leave --resume out"
 RECIPE_FILE = "recipe.yaml"  # in a run folder and in what it becomes
 UNNAMED_TEACHER = "a local model"  # in the place of its path
 
@@ -205,9 +206,11 @@ def file_of(recipe: Recipe | str | Path | None) -> Path | None:
 
 
 def recipe_to_resume(out: Path, resume: bool) -> Path | None:
-    """What the run that will become `out` began with, if it is to be resumed and there is one."""
-    saved = run_folder(out) / RECIPE_FILE
-    return saved if resume and saved.is_file() else None
+    """What the run that will become `out` began with, if it is to be resumed."""
+    saved = (run := run_folder(out)) / RECIPE_FILE
+    if resume and not saved.is_file():
+        raise TwellError(f"{run} {NO_RUN}")
+    return saved if resume else None
 
 
 def public_recipe(recipe: Recipe) -> Recipe:

@@ -17,7 +17,7 @@ from twellctl.settings import flag_name
 from twellctl.text.blocks import Blocks, hold_out, in_turn, read_blocks, token_stream, write_tokens
 from twellctl.text.reading import read_texts, text_files
 from twellctl.training.processes import check_same
-from twellctl.training.recipe import RECIPE_FILE, Recipe, resolve_recipe, save_recipe
+from twellctl.training.recipe import NO_RUN, RECIPE_FILE, Recipe, resolve_recipe, save_recipe
 
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
 MODEL_FILE = "model.txt"
@@ -75,7 +75,7 @@ def check_alike(checkpoint: Checkpoint, recipe: Recipe) -> None:
 def check_began_with(run: Path, model: str) -> None:
     """`TwellError` if there is no run to resume in `run`, or it is one of another model."""
     if not (run / RECIPE_FILE).is_file():
-        raise TwellError(f"{run} does not exist: there is no run to resume, leave --resume out")
+        raise TwellError(f"{run} {NO_RUN}")
     began = (run / MODEL_FILE).read_text(encoding="utf-8")
     if began != model:
         raise UsageError(f"{run} is a run of {began}, got {model}: resume it with that model")
