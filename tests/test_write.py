@@ -199,6 +199,7 @@ def test_wrong_numbers_are_refused(silu_llama, tmp_path, wrong, said, small):
         ("{{ raise_exception('not so') }}", "refuses these messages: not so"),
         ("{{ messages[0].content + 1 }}", "the chat template refuses these messages"),
         ("{% for", "the chat template refuses these messages"),
+        ("{{ '' }}", "prompt 1: the chat template makes no token of it"),
     ],
 )
 def test_templates_that_do_not_serve_are_refused(silu_llama, tmp_path, template, said, small):
@@ -232,7 +233,7 @@ def test_two_do_not_write_one_file(silu_llama, tmp_path, small):
 def test_models_and_files_that_do_not_serve_are_refused(make_model, silu_llama, tmp_path, small):
     with pytest.raises(UsageError, match=r"is not a \.jsonl file"):
         write(silu_llama, tmp_path / "own.txt", prompts="p.jsonl")
-    with pytest.raises(TwellError, match="context of 8 tokens is too short to write in"):
+    with pytest.raises(TwellError, match="8 tokens is too short to write in: the shortest prompt"):
         write(make_model("llama", max_position_embeddings=8), tmp_path / "own.jsonl", **small)
     with pytest.raises(TwellError, match="but the model has 80 tokens"):
         write(make_model("llama", vocab_size=80), tmp_path / "own.jsonl", **small)

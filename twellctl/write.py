@@ -184,7 +184,10 @@ class _Answers:
         if not self._again:
             self.num_texts = len(self._prompts)
         if (room := context - min(sizes)) < 1:
-            raise TwellError(f"the model's context of {context} tokens is too short to write in")
+            raise TwellError(
+                f"the model's context of {context} tokens is too short to write in: the shortest "
+                f"prompt has {min(sizes)}, give shorter ones"
+            )
         if self._max_tokens is None:
             self._max_tokens = min(MAX_TOKENS, room)
         if self._max_tokens > room:
@@ -223,7 +226,9 @@ class _Answers:
     def _begins(self, number: int, messages: Messages) -> tuple[Messages, list[int]]:
         try:
             tokens = encode_prompt(self.tokenizer, messages, chat=True)
-            check_ids(max(tokens, default=0), self._vocabulary)
+            if not tokens:
+                raise TwellError("the chat template makes no token of it: correct the template")
+            check_ids(max(tokens), self._vocabulary)
         except TwellError as error:
             raise TwellError(f"prompt {number}: {error}") from error
         return messages, tokens

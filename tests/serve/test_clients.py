@@ -228,6 +228,7 @@ def test_a_response_that_ends_by_itself_is_complete(tokenizer):
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input of type item_reference"),
+        ({"input": []}, "input"),
         ({"max_output_tokens": 10**9}, "max_tokens"),
         ({"extra_body": {"temprature": 1}}, "temprature"),
     ],

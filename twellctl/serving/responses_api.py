@@ -37,7 +37,7 @@ def parse_response(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) 
         chat["response_format"] = _format(body["text"])
     given = required(body, "input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not isinstance(items, list):
+    if not isinstance(items, list) or not items:
         raise invalid("input", "must be text or a list of messages", given)
     for item in items:
         if isinstance(item, dict) and item.get("type", "message") != "message":
