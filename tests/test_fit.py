@@ -349,6 +349,21 @@ def test_fine_tuning_goes_on_from_a_fit(fitted, text_file, tmp_path):
         assert not torch.equal(after[name][-1], before[name][-1])
 
 
+def test_a_map_whose_rows_differ_is_trained_and_stored_as_it_is(fitted, text_file, tmp_path):
+    """As another trainer leaves it: one row for all would be another model."""
+    source, out, _ = fitted()
+    name = "model.layers.1.mlp.gate_proj.weight"
+    with weights_in(out) as tensors:
+        tensors[name][-16:] *= torch.linspace(0.5, 2, 16)[:, None]
+        before = tensors[name].clone()
+    settings = {"data": [str(text_file)], "seq_len": 32, "max_steps": 2, "batch_size": 2}
+    settings |= {"compile": False, "eval_steps": 0, "save_steps": 0, "learning_rate": 1e-5}
+    finetune(out, tmp_path / "tuned", teacher=str(source), **settings)
+    after = load_file(tmp_path / "tuned/model.safetensors")
+    torch.testing.assert_close(after[name][-16:], before[-16:], rtol=0.01, atol=0.01)
+    assert num_mapped(after["model.layers.0.mlp.gate_proj.weight"]) == 16
+
+
 def test_an_export_computes_what_the_folder_does_and_counts_no_map(
     fitted, load_trusted, text_file, tmp_path
 ):

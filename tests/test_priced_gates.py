@@ -80,10 +80,10 @@ def test_the_neurons_of_a_map_share_what_they_feel(relu_llama, ids):
     """Their gate gets the mean, and what the FFN reads gets what it would without that."""
     found = []
     for map_neurons in (0, 16):
-        model, gates = priced(relu_llama, map_neurons=map_neurons)
-        mlp, own = model.model.layers[1].mlp, 80
-        with torch.no_grad():
-            mlp.gate_proj.weight[own:] = mlp.gate_proj.weight[-1]
+        model, own = load_model(open_checkpoint(relu_llama)), 80
+        mlp = model.model.layers[1].mlp
+        mlp.gate_proj.weight.data[own:] = mlp.gate_proj.weight.data[-1]
+        gates = PricedGates(model.requires_grad_(True).train(), map_neurons)
         gates.begin(TOKENS)
         x = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
         (mlp(x) * torch.linspace(-1, 1, 32)).sum().backward()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import activation_name, activation_of, gate_and_up, gated_ffns
+from twellctl.models.head_loss import whole
 from twellctl.training.processes import is_one_of_several
 
 SLOPE = 0.05  # width of the sigmoid of the backward pass
@@ -40,6 +41,7 @@ class PricedGate(nn.Module):
     def __init__(self, num_neurons: int, hidden_size: int, map_neurons: int, price: Tensor):
         super().__init__()
         self.num_own = num_neurons - map_neurons
+        self.num_apart = num_neurons  # that have a gate of their own; the others share one
         device = price.device
         self.shift = nn.Parameter(torch.zeros(num_neurons, device=device))
         direction = torch.zeros(hidden_size, device=device)
@@ -59,14 +61,14 @@ class PricedGate(nn.Module):
         self.fired = fires[..., : self.num_own].sum(dtype=torch.float32)
         if not self.training:
             return torch.where(fires, gate, 0)
-        return _Fire.apply(gate, self.price, self.num_own)
+        return _Fire.apply(gate, self.price, self.num_apart)
 
 
 class _Fire(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, price: Tensor, num_own: int) -> Tensor:
+    def forward(ctx, gate: Tensor, price: Tensor, num_apart: int) -> Tensor:
         ctx.save_for_backward(gate, price)
-        ctx.num_own = num_own
+        ctx.num_apart = num_apart
         return gate.relu()
 
     @staticmethod
@@ -76,8 +78,8 @@ class _Fire(torch.autograd.Function):
         soft = torch.sigmoid(gate / SLOPE)
         slope = soft * (1 - soft) / SLOPE * (grad * gate + price)
         found = grad * soft + slope
-        if ctx.num_own < found.shape[-1]:  # the neurons of a map have one gate, and keep it
-            found[..., ctx.num_own :] = found[..., ctx.num_own :].mean(-1, keepdim=True)
+        if ctx.num_apart < found.shape[-1]:  # the neurons of a map have one gate, and keep it
+            found[..., ctx.num_apart :] = found[..., ctx.num_apart :].mean(-1, keepdim=True)
         return found.to(stored.dtype), None, None
 
 
@@ -88,6 +90,7 @@ class PricedGates:
     `map_neurons`, which always fire, are not counted, and so far from zero that no price reaches
     them. They have one gate, by whose equal rows engines know them: each takes the mean of their
     gradients, which moves all rows alike, and leaves the gradient of what the FFN reads as it is.
+    Where a trainer has made rows differ, each stays a gate of its own.
     """
 
     def __init__(self, model: nn.Module, map_neurons: int = 0):
@@ -102,7 +105,10 @@ class PricedGates:
         self._hooks = []
         for ffn, gate in zip(self.ffns, self.gates, strict=True):
             setattr(ffn, activation_name(ffn), gate.train(ffn.training))
-            self._hooks.append(gate_and_up(ffn)[0].register_forward_hook(gate.shifted))
+            product = gate_and_up(ffn)[0]
+            self._hooks.append(product.register_forward_hook(gate.shifted))
+            if map_neurons and _is_one_gate(product, slice(gate.num_own, num_neurons)):
+                gate.num_apart = gate.num_own
 
     @torch.no_grad()
     def find_directions(self, model: nn.Module, batches: Iterable[Tensor]) -> None:
@@ -149,10 +155,10 @@ class PricedGates:
                 moved -= torch.outer(gate.shift, gate.direction).to(moved.device)
                 weight[:count] = moved
                 state[name] = weight
-            if gate.num_own < count:
+            if gate.num_apart < count:
                 for name in {f"{product}.weight", f"{product}.bias"} & state.keys():
                     state[name] = state[name].clone()
-                    state[name][gate.num_own : count] = state[name][gate.num_own].clone()
+                    state[name][gate.num_apart : count] = state[name][gate.num_apart].clone()
 
     def remove(self) -> None:
         """Give the FFNs back their own activation."""
@@ -176,6 +182,13 @@ class PricedGates:
         """Of the last forward pass, `[layers]`."""
         fired = torch.stack([gate.fired for gate in self.gates])
         return fired / (self._num_tokens * self.num_neurons)
+
+
+@torch.no_grad()
+def _is_one_gate(product: nn.Module, neurons: slice) -> bool:
+    """Whether rows of the gate's weight and bias are equal. All processes call it: it gathers."""
+    parts = [whole(part)[neurons] for part in (product.weight, product.bias) if part is not None]
+    return all(torch.equal(part, part[:1].expand_as(part)) for part in parts)
 
 
 class _Moments:
