@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from finetune_runs import small, weights
 from transformers import AutoModelForCausalLM
 
+from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.convert import convert
 from twellctl.finetune import finetune
 from twellctl.models.checkpoint import REPORT_FILE, open_checkpoint
@@ -93,6 +94,27 @@ def test_the_neurons_of_a_map_share_what_they_feel(relu_llama, ids):
     torch.testing.assert_close(shared[:own], apart[:own])
     assert (apart[own:] - apart[own]).abs().max() > 0.01 * apart.abs().max()
     torch.testing.assert_close(shared[own:], apart[own:].mean(0).expand(16, -1))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_rows_of_a_map_that_differ_by_rounding_become_one(make_model, family):
+    folder = make_model(
+        family, hidden_act="relu", **{"mlp_bias": True} if family == "llama" else {}
+    )
+    model = load_model(open_checkpoint(folder))
+    product = gate_and_up(gated_ffns(model)[1])[0]
+    parts = {name: p.data for name, p in product.named_parameters()}
+    for part in parts.values():
+        part[80:96] = part[80].clone()
+    gates = PricedGates(model, 16)
+    before = {name: part.clone() for name, part in parts.items()}
+    for part in parts.values():
+        part[81:96] += 1e-7
+    gates.fold(model, state := model.state_dict())
+    (path,) = (name for name, module in model.named_modules() if module is product)
+    for name, part in before.items():
+        assert not torch.equal(parts[name], part)
+        assert torch.equal(state[f"{path}.{name}"], part)
 
 
 def test_a_shift_feels_what_its_neuron_costs(relu_llama, ids):
