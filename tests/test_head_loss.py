@@ -22,11 +22,14 @@ def plain(model, teacher, ids, weight):
     return (1 - weight) * cross_entropy + weight * kl, cross_entropy, kl
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "falcon_h1"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "falcon_h1", "gemma2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_equals_the_plain_loss(make_model, monkeypatch, family, tied):
     monkeypatch.setattr(head_loss, "LOGITS_AT_ONCE", 7 * 512)
-    scaled = {"lm_head_multiplier": 0.25} if family == "falcon_h1" else {}
+    scaled = {
+        "falcon_h1": {"lm_head_multiplier": 0.25},
+        "gemma2": {"final_logit_softcapping": 2.0, "head_dim": 8, "pad_token_id": 0},
+    }.get(family, {})
     model, teacher = (
         AutoModelForCausalLM.from_pretrained(
             make_model(family, seed=seed, tie_word_embeddings=tied, **scaled), dtype=torch.float32

@@ -6,6 +6,7 @@ the head's forward, so that what the model returns as "logits" is the loss. The 
 head's input and weight are computed in the forward pass, while some logits are at hand.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 LOGITS_AT_ONCE = 1 << 25  # elements of one tensor of logits; some six such exist, in float32
 COMPILED_LOGITS_AT_ONCE = 1 << 28  # three exist, in the head's dtype; few of them cost time
+CAP = "final_logit_softcapping"  # in configs of Gemma 2: logits become `cap * tanh(logits / cap)`
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class HeadLoss:
         self.model = model
         self.compiled = compiled
         self.head = model.get_output_embeddings()
+        self.cap = getattr(model.config, CAP, None)
         self.scale = _logit_scale(model, self.head)
         self._call: _Call | None = None
         self.head.forward = self._forward
@@ -60,7 +63,8 @@ class HeadLoss:
         wanted = teacher.states(ids) if teacher is not None else None
         self._call = _Call(self, ids[:, 1:].flatten(), teacher, wanted, teacher_weight)
         try:
-            loss = (wrapped or self.model)(input_ids=ids, use_cache=False).logits
+            with _uncapped(self.model):
+                loss = (wrapped or self.model)(input_ids=ids, use_cache=False).logits
             return Losses(loss / self.scale, *self._call.parts)
         finally:
             self._call = None
@@ -68,12 +72,15 @@ class HeadLoss:
     @torch.no_grad()
     def states(self, ids: Tensor) -> Tensor:
         """`[B * (L - 1), K]`: what the head reads at the tokens that have a next one."""
-        return self.model(input_ids=ids, use_cache=False).logits / self.scale
+        with _uncapped(self.model):
+            return self.model(input_ids=ids, use_cache=False).logits / self.scale
 
     def logits(self, states: Tensor, weights: tuple[Tensor, Tensor | None] | None = None) -> Tensor:
         """`[M, V]` on states `[M, K]`, in their dtype; `weights`: as `weights()` returned them."""
         logits = F.linear(states, *(weights or self.weights(states.dtype)))
-        return logits if self.scale == 1 else logits.mul_(self.scale)
+        if self.scale != 1:
+            logits.mul_(self.scale)
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def logit_rows(self, num_rows: int) -> Iterator[slice]:
         """Slices that cover `num_rows` rows, of as many as may have their logits at once."""
@@ -121,7 +128,10 @@ class _Call:
             wanted = self.logits(self.teacher, self.wanted[some].to(states.dtype))
         sums = _compiled_sums() if self.student.compiled else _sums
         scale = self.student.scale / len(self.targets)
-        return sums(logits, wanted, self.targets[some, None], self.teacher_weight, scale)
+        found = sums(logits, wanted, self.targets[some, None], self.teacher_weight, scale)
+        if (cap := self.student.cap) is not None:
+            found[2].mul_(1 - (logits / cap).square())
+        return found
 
 
 def _sums(
@@ -190,12 +200,26 @@ class _LossOfStates(torch.autograd.Function):
         return *(None if g is None else g.mul_(grad).to(dtype) for g, dtype in pairs), None, None
 
 
+@contextlib.contextmanager
+def _uncapped(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` does not cap what its head returns, which are no logits."""
+    if (cap := getattr(model.config, CAP, None)) is None:
+        yield
+        return
+    setattr(model.config, CAP, None)
+    try:
+        yield
+    finally:
+        setattr(model.config, CAP, cap)
+
+
 @torch.no_grad()
 def _logit_scale(model: nn.Module, head: nn.Module) -> float:
     """What the family multiplies its head's output by (1 for most)."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
     head.forward = lambda hidden: hidden.new_ones(*hidden.shape[:-1], 1)
     try:
-        return float(model(input_ids=token, use_cache=False).logits)
+        with _uncapped(model):
+            return float(model(input_ids=token, use_cache=False).logits)
     finally:
         del head.forward
