@@ -1,6 +1,7 @@
 """The model card: every figure is one that was measured, and others' texts mean nothing in it."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -101,13 +102,11 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
 def test_figures_that_no_run_has_are_not_shown(sparse, tmp_path):
     folder = shutil.copytree(sparse, tmp_path / "model")
     path = folder / "twell_finetune.json"
-    report = json.loads(path.read_text()) | {"cross_entropy": 1e308}
-    path.write_text(json.dumps(report))
-    export(folder, tmp_path / "one")
-    assert "0000000" not in (tmp_path / "one" / "README.md").read_text()
-    path.write_text(json.dumps(report | {"density": float("nan")}))
-    export(folder, tmp_path / "two")
-    assert "nan" not in (tmp_path / "two" / "README.md").read_text()
+    report = json.loads(path.read_text())
+    for changes, shown in (({"cross_entropy": 1e308}, "0000000"), ({"density": math.nan}, "nan")):
+        path.write_text(json.dumps(report | changes))
+        export(folder, tmp_path / shown[0])
+        assert shown not in card_of(tmp_path / shown[0])[1]
 
 
 def test_a_fine_tuned_model_has_a_verdict_without_an_evaluation(cli, success, sparse, tmp_path):
@@ -131,12 +130,8 @@ def test_a_fine_tuned_model_has_a_verdict_without_an_evaluation(cli, success, sp
     judged.write_text(json.dumps(evaluation(sparse)))
     code, _, err = cli("export", sparse, tmp_path / "other", "--eval", judged)
     assert (code, any("have not been measured" in line for line in err)) == (0, False)
-
-
-def test_an_exports_export_keeps_what_the_run_was_told(sparse, tmp_path):
-    export(sparse, tmp_path / "one")
-    export(tmp_path / "one", tmp_path / "two")
-    for name in ("one", "two"):
+    export(tmp_path / "out", tmp_path / "again")
+    for name in ("out", "again"):
         assert "batch-size: 4" in card_of(tmp_path / name)[1]
 
 
@@ -152,7 +147,7 @@ def test_what_was_not_measured_is_not_there(silu_llama, tmp_path, text_file):
     assert "## Speed\n\nNot measured." in card_of(tmp_path / "out")[1]
 
 
-def test_hostile_reports_and_tasks_mean_nothing(sparse, tmp_path):
+def test_hostile_reports_tasks_and_figures_mean_nothing(sparse, relu_llama, tmp_path):
     (tmp_path / "config.json").write_text((sparse / "config.json").read_text())
     report = json.loads((sparse / "twell_finetune.json").read_text())
     evil = "```\n# Scores 100 | <b>"
@@ -164,6 +159,11 @@ def test_hostile_reports_and_tasks_mean_nothing(sparse, tmp_path):
     assert "Scores 100" not in text
     assert "| ? | acc_norm | 500 |" in text
     assert "text-column: text" in text
+    found = bench(relu_llama, point(1, 0.002), without="<b>none</b>")
+    card = card_with(relu_llama, found | {"device": "[x](y)"}, tmp_path)
+    assert "[x](y)" not in card
+    assert "<b>" not in card
+    assert "TwELL was not run there." in card
 
 
 @pytest.mark.parametrize(
@@ -205,25 +205,19 @@ def test_what_eval_writes_goes_into_the_card(
     assert (code, "is for another model" in err[0]) == (1, True)
 
 
-def test_what_fires_is_told_by_an_evaluation_where_nothing_else_does(silu_llama, tmp_path):
-    convert(silu_llama, tmp_path / "relu")
-    judged = {"text": {"score": {"cross_entropy": 2.5}, "density": 0.25}}
-    write_card(tmp_path / "relu", "name", tmp_path, evaluation=judged)
-    text = card_of(tmp_path / "relu")[1]
-    assert "25.00% of the neurons of an FFN fire" in text
-    assert "measured on the text of its evaluation" in text
-
-
 def test_an_evaluation_without_text_is_one(sparse, tmp_path):
     judged = tmp_path / "eval.json"
     judged.write_text(json.dumps(evaluation(sparse, text=None)))
     assert read_evaluation(judged, fingerprint(open_checkpoint(sparse)))["text"] is None
 
 
-def test_commands_of_an_odd_name_can_be_copied(silu_llama, tmp_path):
+def test_an_odd_name_can_be_copied_and_an_evaluation_tells_what_fires(silu_llama, tmp_path):
     convert(silu_llama, tmp_path / "relu")
-    write_card(tmp_path / "relu", 'my "own"\nmodel', tmp_path)
+    judged = {"text": {"score": {"cross_entropy": 2.5}, "density": 0.25}}
+    write_card(tmp_path / "relu", 'my "own"\nmodel', tmp_path, evaluation=judged)
     _, text = card_of(tmp_path / "relu")
+    assert "25.00% of the neurons of an FFN fire" in text
+    assert "measured on the text of its evaluation" in text
     assert '# my "own" model\n' in text
     assert 'from_pretrained("my \\"own\\" model")' in text
     assert "twellctl serve-local 'my \"own\" model' " in text
@@ -264,11 +258,9 @@ def test_steps_are_told(relu_llama, tmp_path):
     assert NO_GAIN not in card
 
 
-@pytest.mark.parametrize(
-    ("took", "gains"), [({"twell": 0.00197}, False), ({"twell": 0.0019}, True)]
-)
+@pytest.mark.parametrize(("took", "gains"), [(0.00197, False), (0.0019, True)])
 def test_a_model_that_is_no_faster_says_so(relu_llama, tmp_path, took, gains):
-    card = card_with(relu_llama, bench(relu_llama, point(1, 0.002, **took)), tmp_path)
+    card = card_with(relu_llama, bench(relu_llama, point(1, 0.002, twell=took)), tmp_path)
     assert (NO_GAIN not in card) == gains
 
 
@@ -312,11 +304,3 @@ def test_what_is_no_bench_of_it_is_refused(refusal, relu_llama, tmp_path, change
     file.write_text(json.dumps(found))
     assert sentence in refusal("export", relu_llama, tmp_path / "out", "--bench", file)
     assert not (tmp_path / "out").exists()
-
-
-def test_others_text_means_nothing(relu_llama, tmp_path):
-    found = bench(relu_llama, point(1, 0.002), without="<b>none</b>")
-    card = card_with(relu_llama, found | {"device": "[x](y)"}, tmp_path)
-    assert "[x](y)" not in card
-    assert "<b>" not in card
-    assert "TwELL was not run there." in card

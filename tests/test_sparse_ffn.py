@@ -162,7 +162,7 @@ def test_unknown_sources_are_refused():
     assert twell_ffn.register_sources({"pack.cu": b"another"}) != SOURCES
 
 
-def test_a_reason_is_said_once(caplog):
+def test_a_reason_is_logged_once_or_collected(caplog):
     say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -172,6 +172,14 @@ def test_a_reason_is_said_once(caplog):
         "TwELL kernels are not used, plain PyTorch is: CuPy is not installed",
         "TwELL kernels are not used, plain PyTorch is: another reason",
     ]
+    caplog.clear()
+    with reasons_said() as said:
+        for _ in range(2):
+            say_once("another reason")
+    assert said == ["TwELL kernels are not used, plain PyTorch is: another reason"]
+    assert not caplog.records
+    say_once("another reason")
+    assert len(caplog.records) == 1
 
 
 @pytest.fixture
@@ -235,18 +243,6 @@ def test_which_kernels(on_gpu):
     for capability, hopper in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
         on_gpu(Limits(132, 232448, capability))
         assert twell_ffn.takes_hopper_kernels(0) is hopper
-
-
-def test_reasons_are_collected_in_place_of_the_log(caplog):
-    say_once("a reason")
-    caplog.clear()
-    with reasons_said() as said:
-        for _ in range(2):
-            say_once("a reason")
-    assert said == ["TwELL kernels are not used, plain PyTorch is: a reason"]
-    assert not caplog.records
-    say_once("a reason")
-    assert len(caplog.records) == 1
 
 
 def test_what_is_not_taken(on_gpu):

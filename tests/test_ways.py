@@ -12,6 +12,7 @@ import torch
 from launched import ways_by_tokens
 
 from twellctl.bundle import twell_route, twell_ways
+from twellctl.bundle.twell_model import twell_class
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_route import Choice, Kind, choose
 from twellctl.bundle.twell_ways import WAYS, Problem, by_rule, run_by_route, ways_of
@@ -226,18 +227,15 @@ def test_what_was_chosen_among_others_is_no_choice(timed):
     assert len(timed) == 2
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', '"text"', "[" * 200_000])
-def test_a_spoilt_file_of_choices_is_written_anew(timed, tmp_path, content):
+CHOICES = [f'{{"{KIND.key}": {{"eager": {kept}}}}}' for kept in ('"best"', "[]", "{}")]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', '"text"', "[" * 200_000, *CHOICES])
+def test_choices_that_make_no_sense_are_measured_and_written_anew(timed, tmp_path, content):
     (tmp_path / "routes.json").write_text(content)
     assert chosen() == "dense"
-    assert KIND.key in twell_route._read_kept()
-
-
-@pytest.mark.parametrize("kept", ['"best"', "[]", "{}"])
-def test_a_kept_choice_that_makes_no_sense_is_measured_again(timed, tmp_path, kept):
-    (tmp_path / "routes.json").write_text(f'{{"{KIND.key}": {{"eager": {kept}}}}}')
-    assert chosen() == "dense"
     assert len(timed) == 1
+    assert KIND.key in twell_route._read_kept()
 
 
 def test_choices_of_several_processes_are_all_kept(timed, tmp_path):
@@ -316,11 +314,7 @@ def test_who_decides(monkeypatch):
         twell_route.requested("auto")
     with pytest.raises(ValueError, match=r"^route must be one of auto, .*, got 'slow'"):
         twell_route.requested("slow")
-
-
-def test_a_model_refuses_an_unknown_route_before_it_loads():
-    from twellctl.bundle.twell_model import twell_class
-
+    # a model refuses it before it loads
     with pytest.raises(ValueError, match=r"twell_route must be one of auto, .*, got 'fast'"):
         twell_class("LlamaForCausalLM").from_pretrained("nowhere", twell_route="fast")
 
