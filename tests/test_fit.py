@@ -329,7 +329,10 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, 
 
 
 def test_fine_tuning_goes_on_from_a_fit(fitted, text_file, tmp_path):
+    """Engines still find the first layer's map; the second's is none, as by another trainer."""
     source, out, done = fitted()
+    with weights_in(out) as before:
+        before["model.layers.1.mlp.gate_proj.weight"][-1] *= 1.01
     settings = {"data": [str(text_file)], "seq_len": 32, "max_steps": 6, "batch_size": 2}
     settings |= {"compile": False, "eval_steps": 0, "save_steps": 0, "density": 0.2}
     with pytest.raises(UsageError, match="--teacher"):
@@ -341,27 +344,12 @@ def test_fine_tuning_goes_on_from_a_fit(fitted, text_file, tmp_path):
     assert tuned.density < 0.7  # the map, which always fires, would add to it
     config = json.loads((tmp_path / "tuned/config.json").read_text())
     assert config["twell"]["map_neurons"] == 16
-    before, after = (load_file(f / "model.safetensors") for f in (out, tmp_path / "tuned"))
-    for layer in range(2):
+    after = load_file(tmp_path / "tuned/model.safetensors")
+    for layer, mapped in enumerate((16, 0)):
         name = f"model.layers.{layer}.mlp.gate_proj.weight"
         assert after[name].shape == (112, 32)
-        assert num_mapped(after[name]) == 16  # engines still find it
+        assert num_mapped(after[name]) == mapped
         assert not torch.equal(after[name][-1], before[name][-1])
-
-
-def test_a_map_whose_rows_differ_is_trained_and_stored_as_it_is(fitted, text_file, tmp_path):
-    """As another trainer leaves it: one row for all would be another model."""
-    source, out, _ = fitted()
-    name = "model.layers.1.mlp.gate_proj.weight"
-    with weights_in(out) as tensors:
-        tensors[name][-16:] *= torch.linspace(0.5, 2, 16)[:, None]
-        before = tensors[name].clone()
-    settings = {"data": [str(text_file)], "seq_len": 32, "max_steps": 2, "batch_size": 2}
-    settings |= {"compile": False, "eval_steps": 0, "save_steps": 0, "learning_rate": 1e-5}
-    finetune(out, tmp_path / "tuned", teacher=str(source), **settings)
-    after = load_file(tmp_path / "tuned/model.safetensors")
-    torch.testing.assert_close(after[name][-16:], before[-16:], rtol=0.01, atol=0.01)
-    assert num_mapped(after["model.layers.0.mlp.gate_proj.weight"]) == 16
 
 
 def test_an_export_computes_what_the_folder_does_and_counts_no_map(
