@@ -349,6 +349,7 @@ def test_a_bundle_is_not_written_outside_its_folder(tmp_path):
         (lambda out: (out / "twell_manifest.json").unlink(), "twell_manifest.json is missing"),
         (lambda out: (out / "model.safetensors").unlink(), "has no weights"),
         (lambda out: (out / "config.json").unlink(), "has no config.json"),
+        (lambda out: in_json(out / "config.json", auto_map={}), "lost its auto_map"),
     ],
 )
 def test_broken_folders_are_named(cli, exported, spoil, sentence):
@@ -357,8 +358,3 @@ def test_broken_folders_are_named(cli, exported, spoil, sentence):
     assert code == 1
     assert sentence in err[-1]
     assert str(exported) in err[-1]
-
-
-def test_a_lost_auto_map_is_named(exported, relu_llama):
-    (exported / "config.json").write_bytes((relu_llama / "config.json").read_bytes())
-    assert "lost its auto_map" in doctor(exported).broken[0]

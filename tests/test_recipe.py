@@ -55,12 +55,6 @@ def test_flag_over_recipe_over_default(write):
     assert resolve_recipe() == Recipe()
 
 
-def test_a_flag_replaces_the_recipes_other_length(write):
-    path = write("max-tokens: 5000\n")
-    assert resolve_recipe(path, {"max_steps": 7}) == Recipe(max_steps=7)
-    assert resolve_recipe(path, {"max_tokens": 7}) == Recipe(max_tokens=7)
-
-
 @pytest.mark.parametrize("text", ["2e-5", "2.0e-5", "'2e-5'", "0.00002"])
 def test_numbers_that_yaml_takes_for_text(write, text):
     recipe = resolve_recipe(write(f"l1: {text}\nsave-steps: 1e3\nmax-tokens: 9007199254740993\n"))

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from edits import json_in, weights_in
-from profiles import layer
 from transformers import AutoModelForCausalLM
 
 from twellctl.bundle.twell_config import check_twell, new_twell
@@ -15,6 +14,7 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.finetune import finetune
+from twellctl.firing.profiled import LayerProfile
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import fingerprint, load_model
 from twellctl.models.silu_form import choose_form, factors, scaled
@@ -29,6 +29,16 @@ def plain(folder: Path, **how) -> torch.Tensor:
     return model(IDS).logits
 
 
+def layer(**changes: float) -> LayerProfile:
+    """20 of its 1000 neurons fire."""
+    fields = {
+        "nnz_mean": 20.0, "nnz_p10": 10, "nnz_p50": 20, "nnz_p90": 40, "nnz_p99": 60,
+        "nnz_max": 80, "density": 0.02, "dead": 20, "slots": 32, "overflow": 0.0005,
+        "largest_gate": 0.0, "largest_hidden": 0.0,
+    }  # fmt: skip
+    return LayerProfile(**fields | changes)
+
+
 @pytest.mark.parametrize(
     ("gate", "hidden", "sharpness", "share"),
     [
@@ -41,7 +51,7 @@ def plain(folder: Path, **how) -> torch.Tensor:
     ],
 )
 def test_the_power_is_the_largest_that_leaves_room_in_fp16(gate, hidden, sharpness, share):
-    layers = [layer(0.02, largest_gate=gate, largest_hidden=hidden), layer(0.02)]
+    layers = [layer(largest_gate=gate, largest_hidden=hidden), layer()]
     form, most = choose_form(layers, 2)
     assert form["sharpness"] == [sharpness, 256]
     assert form["down_share"] == [share, 16]

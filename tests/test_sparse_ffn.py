@@ -231,18 +231,13 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(on_gpu, monkeypatch, ho
     kernels = type("Kernels", (), {"prepare": staticmethod(prepared.extend)})
     monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: kernels)
     assert twell_ffn.why_no_kernels(SOURCES, 0) is None
+    assert twell_ffn.takes_hopper_kernels(0) is hopper
     many = twell_reasons.HOPPER_KERNELS if hopper else ()
     taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448
     assert set(prepared) == {*many, *few_kernels(limits)}
     entries = (entry for M in taken for entry in (plan_few(M, 8, K, limits) for K in (64, 8192)))
     assert {name for e in entries for name in (e.hidden.name, e.down.name)} <= set(prepared)
-
-
-def test_which_kernels(on_gpu):
-    for capability, hopper in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
-        on_gpu(Limits(132, 232448, capability))
-        assert twell_ffn.takes_hopper_kernels(0) is hopper
 
 
 def test_what_is_not_taken(on_gpu):

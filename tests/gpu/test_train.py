@@ -5,7 +5,6 @@ import torch
 from on_gpu import HOPPER
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from uneven_rows import make_uneven
 
 from twellctl.bundle import twell_ffn, twell_reasons
 from twellctl.bundle.twell_ffn import register_sources, train_ffn
@@ -13,7 +12,7 @@ from twellctl.bundle.twell_model import twell_class
 from twellctl.bundle.twell_train import plain_train_ffn
 from twellctl.convert import convert
 from twellctl.export import export
-from twellctl.firing.synthetic import make_rows, make_weights
+from twellctl.firing.synthetic import make_rows, make_weights, quantile
 from twellctl.here.resources import kernel_files
 
 pytestmark = HOPPER
@@ -40,11 +39,20 @@ def no_fallback(monkeypatch):
 def problem(
     M: int, K: int, N: int, density: float, *, bias: bool = False, spread: str = "even"
 ) -> list[Tensor | None]:
-    """x and the parameters, bf16."""
+    """x and the parameters, bf16.
+
+    By `spread` all rows fire alike ("even"), one in a hundred six times as much as the mean
+    ("lognormal"), or one in twenty at one half ("heavy").
+    """
     generator = torch.Generator("cuda").manual_seed(M + N)
     made = make_weights(K, N, density, bias=bias, dtype=torch.bfloat16, generator=generator)
     x = make_rows(M, K, dtype=torch.bfloat16, generator=generator)
-    make_uneven(x, density, spread, generator)
+    if spread == "lognormal":
+        exponent = torch.randn(M, generator=generator, device=x.device, dtype=torch.float64)
+        densities = (density * (exponent - 0.5).exp()).clamp(1e-9, 0.999)
+        x[:, 0] = (torch.special.ndtri(densities) / quantile(density)).to(x.dtype)
+    if spread == "heavy":
+        x[torch.randperm(M, generator=generator, device=x.device)[: round(M / 20)], 0] = 0
     w_gate, w_up, w_down, _, _, b_down = made.split  # the kernels take no biases of gate and up
     made = w_gate, w_up, w_down, None, None, b_down
     return [x, *(None if t is None else t.clone() for t in made)]
