@@ -160,13 +160,6 @@ def test_built_from_a_config_it_has_the_stock_modules(exports, load_trusted):
         assert list(map(type, body.modules()))[1:] == list(map(type, stock.modules()))[1:]
 
 
-def test_thresholds_of_an_earlier_version_are_refused(exported, load_trusted):
-    set_twell(exported, thresholds=[0.0, 0.0])
-    for door in (AutoModel, AutoModelForCausalLM):
-        with pytest.raises(ValueError, match=r"holds thresholds, .* fine-tune again from the SiLU"):
-            load_trusted(exported, door)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", DIFFERENT)
 def test_loads_over_twell_without_twellctl(

@@ -3,8 +3,8 @@
 import io
 import re
 import threading
+from types import SimpleNamespace
 
-import profiles
 import pytest
 from finetune_runs import small
 from rich.console import Console
@@ -131,13 +131,13 @@ def of_a_usual_size(monkeypatch):
     ],
 )
 def test_of_a_profile(density, sentence):
-    assert sentence in advice.of_profile(profiles.profile(profiles.layer(density)))
+    assert sentence in advice.of_profile(SimpleNamespace(density=density, intermediate_size=1000))
 
 
 @pytest.mark.parametrize(("density", "prompts"), [(0.01, "few enough"), (0.03, "many")])
 def test_small_layers_promise_no_decoding(monkeypatch, density, prompts):
     monkeypatch.setattr(advice, "SMALL", 1001)
-    said = advice.of_profile(profiles.profile(profiles.layer(density)))
+    said = advice.of_profile(SimpleNamespace(density=density, intermediate_size=1000))
     assert f"of the neurons fire: {prompts} for long prompts. " in said
     assert "Layers of 1000 neurons are small, and may decode no faster: bench decode says." in said
 
