@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.convert import convert
-from twellctl.decoding.kernel_fit import num_mapped
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.finetune import finetune
@@ -24,6 +23,7 @@ from twellctl.fitting.fit import Fitting
 from twellctl.fitting.plan import Shape, plan, planned
 from twellctl.fitting.settings import Fit, windows_held_out
 from twellctl.generate import generate
+from twellctl.models.linear_map import num_mapped
 from twellctl.models.loading import quiet_transformers
 from twellctl.profile import profile
 from twellctl.screens import make as screen

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding import screening
-from twellctl.decoding.kernel_fit import num_mapped
 from twellctl.decoding.screened import copied
 from twellctl.decoding.screening import MOST_MISSED, NEXT_TO_NOTHING, open_screens
+from twellctl.models.linear_map import num_mapped
 
 NEURONS, MAPPED = 1000, 40
 

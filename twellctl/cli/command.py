@@ -52,7 +52,7 @@ HelpAll = Annotated[
 _ALWAYS = ("quiet", "help_all")
 More = Annotated[
     list[str] | None,
-    typer.Argument(metavar="FILE", help="More files for --data, so that --data *.jsonl works."),
+    typer.Argument(metavar="FILE", help="More files for the flag: --data *.jsonl works."),
 ]
 
 
@@ -134,7 +134,7 @@ def _with_options(function: Callable[..., None], is_long: bool) -> Callable[...,
             ui.be_quiet()
         flags = {"flags": given_of(settings, given)} if settings else {}
         if more:
-            _take(more, flags["flags"])
+            _add_files(more, flags["flags"])
         paths = {n: from_home(path) for n, path in given.items() if isinstance(path, Path)}
         try:
             function(**given | paths | flags)
@@ -147,7 +147,7 @@ def _with_options(function: Callable[..., None], is_long: bool) -> Callable[...,
     return run
 
 
-def _take(more: list[str], flags: dict) -> None:
+def _add_files(more: list[str], flags: dict) -> None:
     """Add the files that a shell has put behind that of --data or --tasks to it."""
     given = {"data", "eval_data", "tasks"} & flags.keys()
     if given not in ({"data"}, {"tasks"}):

@@ -39,6 +39,7 @@ def convert(
     be_quiet_unless_first()
     ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
+    from twellctl.fitting.kept import num_kept
     from twellctl.training.recipe import run_folder
 
     if dry_run:
@@ -51,7 +52,7 @@ def convert(
         done = run(model, out, **how, doing=ui.doing, told=screen.fitting, **flags)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
         kept = run_folder(out)
-        if any(kept.glob("layer-*.safetensors")) and "data" in flags and not overwrite:
+        if num_kept(kept) and "data" in flags and not overwrite:
             ui.note(f"{kept} keeps the layers that were fitted: repeat the command to continue")
         raise
     screen.converted(done, model)

@@ -12,6 +12,7 @@ Keys of a step are the flags of its command. What a step makes in OUT is whole o
 """
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -177,4 +178,4 @@ def _is_plain(value: Any) -> bool:
     """Whether `RECORD` can hold it, as JSON: neither lone surrogates, nor what is not finite."""
     if isinstance(value, str):
         return value == encodable(value)
-    return isinstance(value, int | float) and value - value == 0
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))

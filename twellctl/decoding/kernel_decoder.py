@@ -59,6 +59,7 @@ from twellctl.decoding.screening import open_screens
 from twellctl.decoding.step_forms import Form, FormChoice
 from twellctl.decoding.whole_step import DecoderLayer, Linear, WholeStep, takes_mapped
 from twellctl.here.own_kernels import own_kernels
+from twellctl.models.linear_map import own_neurons
 
 _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positions
 
@@ -272,7 +273,7 @@ class KernelDecoder:
 
     @cached_property
     def _own_neurons(self) -> int:
-        return max(kernel_fit.own_neurons(ffn) for ffn in gated_ffns(self._model))
+        return max(own_neurons(ffn) for ffn in gated_ffns(self._model))
 
     def _may_screen(self) -> bool:
         if kernel_fit.why_not_screened(self._model) is not None:

@@ -4,17 +4,17 @@ Each `why_not` is None or a sentence.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_few import few_dense_kernels, few_kernels, takes_few, takes_few_dense
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
-from twellctl.bundle.twell_model import activation_of, gated_ffns, is_plain, weights_of_gate_and_up
+from twellctl.bundle.twell_model import activation_of, gated_ffns, is_plain
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
-from twellctl.bundle.twell_spec import E4M3_END, FEW_ROWS, PAGE, few_entries
+from twellctl.bundle.twell_spec import E4M3_END, PAGE, few_entries
 from twellctl.decoding import families
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
 from twellctl.decoding.few_ways import OWN_PRODUCTS
@@ -132,26 +132,6 @@ def window_of(model: PreTrainedModel, layer_idx: int) -> int | None:
     if getattr(model.config, "use_sliding_window", True):
         return getattr(model.config, "sliding_window", None)
     return None
-
-
-def own_neurons(ffn: nn.Module) -> int:
-    """How many of its neurons have gates of their own: all but those of a map."""
-    parts = [part for part in weights_of_gate_and_up(ffn)[0] if part is not None]
-    return len(parts[0]) - num_mapped(*parts)
-
-
-def num_mapped(gate: Tensor, *others: Tensor) -> int:
-    """How many of the last neurons share one gate: a linear map (twell_config.py), or none.
-
-    `others` of its neurons, like biases and scales, are the same, too. On the meta device, where no
-    numbers are, none.
-    """
-    if gate.is_meta:
-        return 0
-    by_part = [(part == part[-1]).reshape(len(gate), -1).all(1) for part in (gate, *others)]
-    unlike = (~torch.stack(by_part).all(0)).nonzero()
-    alike = len(gate) - (unlike[-1].item() + 1 if len(unlike) else 0)
-    return alike if alike >= FEW_ROWS else 0
 
 
 def _why_no_kernels(model: PreTrainedModel) -> str | None:

@@ -19,9 +19,9 @@ from transformers import DynamicCache, PreTrainedModel
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_model import gated_ffns, weights_of_gate_and_up
 from twellctl.bundle.twell_spec import FEW_ROWS
-from twellctl.decoding.kernel_fit import own_neurons
 from twellctl.decoding.paged_cache import cache_argument
 from twellctl.decoding.screened import COPY_BITS, Screen, copied, copied_input, screen_copy
+from twellctl.models.linear_map import own_neurons
 from twellctl.models.loading import gpu_memory
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.errors import TwellError, encodable
-from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import (
     lay_aside,
@@ -134,7 +133,7 @@ def check_file(path: Path, what: str, kind: str, is_kind: Callable[[Path], bool]
 
 def _real(path: Path) -> Path:
     """Where a file lies that is written by way of `path`, which may be a link, and stays one."""
-    return from_home(path).resolve() if path.is_symlink() else path
+    return path.resolve() if path.is_symlink() else path
 
 
 def check_json_path(path: Path, key: str, kind: str) -> None:

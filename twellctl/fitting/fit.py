@@ -15,7 +15,7 @@ from torch import Tensor
 
 from twellctl.errors import TwellError
 from twellctl.fitting.ffn import GatedFfn
-from twellctl.fitting.kept import KeptLayers
+from twellctl.fitting.kept import KeptLayers, num_kept
 from twellctl.fitting.layer import HowToFit, fit_layer
 from twellctl.fitting.layerwise import Layer, Layerwise
 from twellctl.fitting.least_squares import NotSolved, sum_over_processes
@@ -88,14 +88,14 @@ class Fitting:
         self.teacher = self._first_states()
         self.student = self.teacher.clone()
         found: list[LayerFit] = []
-        kept = self.kept.count()
+        self.num_kept = num_kept(self.kept.folder)
         for index in range(len(self.layerwise.layers)):
-            if index == kept:  # layers of before take no time
+            if index == self.num_kept:  # layers of before take no time
                 began = time.monotonic()
             threshold = thresholds.next([layer.fires for layer in found])
             found.append(self._layer(index, threshold))
             done, total = index + 1, len(self.layerwise.layers)
-            left = (time.monotonic() - began) / max(1, done - kept) * (total - done)
+            left = (time.monotonic() - began) / max(1, done - self.num_kept) * (total - done)
             told(done, total, found[-1].states_differ, left)
         return found
 

@@ -11,6 +11,11 @@ from twellctl.models.shard_writer import save_tensors
 from twellctl.training.processes import is_one_of_several
 
 
+def num_kept(folder: Path) -> int:
+    """How many layers, the first ones, lie in the run `folder`."""
+    return len([*folder.glob("layer-*.safetensors")])
+
+
 class KeptLayers:
     """In `folder`, a file a layer, weights in the `dtype` in which they will be stored."""
 
@@ -38,10 +43,6 @@ class KeptLayers:
                     f"{self.folder} could not be written: {reason(error)}; the same call "
                     "continues after the layers that it holds"
                 ) from error
-
-    def count(self) -> int:
-        """Of the layers that are there: the first ones."""
-        return len(list(self.folder.glob("layer-*.safetensors")))
 
     def stored(self, ffn: GatedFfn) -> dict[str, torch.Tensor]:
         """The weights as they are stored, by name, on the CPU."""

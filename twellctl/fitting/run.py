@@ -21,7 +21,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.files.outputs import staged
 from twellctl.files.strict_json import read_json, to_json
 from twellctl.fitting.fit import Fitting, HeldOut, LayerFit, Text, Told
-from twellctl.fitting.kept import KeptLayers
+from twellctl.fitting.kept import KeptLayers, num_kept
 from twellctl.fitting.layer import HowToFit
 from twellctl.fitting.layerwise import Layerwise
 from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
@@ -88,8 +88,6 @@ def fit_weights(
     device = default_device()
     rank = rank_of_map(fit, checkpoint.ffn.hidden_size, checkpoint.ffn.intermediate_size)
     dtype = stored_dtypes(checkpoint)(checkpoint.ffn_weights(0)[0])
-    kept = KeptLayers(run, dtype)
-    num_kept = kept.count()
     fitted, held_out = _windows(run, fit)
     mine = slice(world.process_index, None, world.num_processes)
     with quiet_transformers():
@@ -101,12 +99,12 @@ def fit_weights(
             layerwise,
             Text(fitted[mine], held_out[mine]),
             HowToFit(rank, fit.ridge, dtype, steps),
-            kept,
+            KeptLayers(run, dtype),
             fit.seed,
         )
         layers = fitting.run(fit.density, told)
         held = fitting.held_out()
-    return Fitted(rank, fitted.numel(), layers, held, time.monotonic() - began, num_kept)
+    return Fitted(rank, fitted.numel(), layers, held, time.monotonic() - began, fitting.num_kept)
 
 
 def prepare_fit(
@@ -143,15 +141,15 @@ def _part_of(weights: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _prepare(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bool:
-    settings, num_kept = _settings(checkpoint, fit), len([*run.glob("layer-*.safetensors")])
+    settings = _settings(checkpoint, fit)
     if run.exists() and not overwrite:
         if not (run / SETTINGS_FILE).is_file():
             raise TwellError(
                 f"{run} is not a run of twellctl (no {SETTINGS_FILE} in it): remove it"
             )
         if read_json(run / SETTINGS_FILE, "start again with --overwrite") == settings:
-            return num_kept > 0
-        if num_kept:
+            return num_kept(run) > 0
+        if num_kept(run):
             raise UsageError(
                 f"{run} holds a fit with other settings, or of another version: repeat those, or "
                 "start again with --overwrite"

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import activation_name, activation_of, gate_and_up, gated_ffns
 from twellctl.models.head_loss import whole
+from twellctl.models.linear_map import num_mapped
 from twellctl.training.processes import is_one_of_several
 
 SLOPE = 0.05  # width of the sigmoid of the backward pass
@@ -93,6 +94,7 @@ class PricedGates:
     Where a trainer has made rows differ, each stays a gate of its own.
     """
 
+    @torch.no_grad()
     def __init__(self, model: nn.Module, map_neurons: int = 0):
         self.ffns = gated_ffns(model)
         self.hidden_size, num_neurons = self.ffns[0].down_proj.weight.shape
@@ -107,8 +109,9 @@ class PricedGates:
             setattr(ffn, activation_name(ffn), gate.train(ffn.training))
             product = gate_and_up(ffn)[0]
             self._hooks.append(product.register_forward_hook(gate.shifted))
-            if map_neurons and _is_one_gate(product, slice(gate.num_own, num_neurons)):
-                gate.num_apart = gate.num_own
+            if map_neurons:  # all processes gather
+                parts = (p for p in (product.weight, product.bias) if p is not None)
+                gate.num_apart -= num_mapped(*(whole(part)[:num_neurons] for part in parts))
 
     @torch.no_grad()
     def find_directions(self, model: nn.Module, batches: Iterable[Tensor]) -> None:
@@ -182,13 +185,6 @@ class PricedGates:
         """Of the last forward pass, `[layers]`."""
         fired = torch.stack([gate.fired for gate in self.gates])
         return fired / (self._num_tokens * self.num_neurons)
-
-
-@torch.no_grad()
-def _is_one_gate(product: nn.Module, neurons: slice) -> bool:
-    """Whether rows of the gate's weight and bias are equal. All processes call it: it gathers."""
-    parts = [whole(part)[neurons] for part in (product.weight, product.bias) if part is not None]
-    return all(torch.equal(part, part[:1].expand_as(part)) for part in parts)
 
 
 class _Moments:

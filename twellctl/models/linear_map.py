@@ -1,0 +1,27 @@
+"""The linear map of a fitted model, found by its gates: its neurons, the last, share one row."""
+
+import torch
+from torch import Tensor, nn
+
+from twellctl.bundle.twell_model import weights_of_gate_and_up
+from twellctl.bundle.twell_spec import FEW_ROWS
+
+
+def own_neurons(ffn: nn.Module) -> int:
+    """How many of its neurons have gates of their own: all but those of a map."""
+    parts = [part for part in weights_of_gate_and_up(ffn)[0] if part is not None]
+    return len(parts[0]) - num_mapped(*parts)
+
+
+def num_mapped(gate: Tensor, *others: Tensor) -> int:
+    """How many of the last neurons share one gate: a linear map (twell_config.py), or none.
+
+    `others` of its neurons, like biases and scales, are the same, too. On the meta device, where no
+    numbers are, none.
+    """
+    if gate.is_meta:
+        return 0
+    by_part = [(part == part[-1]).reshape(len(gate), -1).all(1) for part in (gate, *others)]
+    unlike = (~torch.stack(by_part).all(0)).nonzero()
+    alike = len(gate) - (unlike[-1].item() + 1 if len(unlike) else 0)
+    return alike if alike >= FEW_ROWS else 0
