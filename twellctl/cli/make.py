@@ -39,7 +39,7 @@ def convert(
     be_quiet_unless_first()
     ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
-    from twellctl.fitting.kept import num_kept
+    from twellctl.fitting.source import num_kept
     from twellctl.training.recipe import run_folder
 
     if dry_run:

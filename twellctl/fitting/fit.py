@@ -15,10 +15,11 @@ from torch import Tensor
 
 from twellctl.errors import TwellError
 from twellctl.fitting.ffn import GatedFfn
-from twellctl.fitting.kept import KeptLayers, num_kept
+from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layer import HowToFit, fit_layer
 from twellctl.fitting.layerwise import Layer, Layerwise
 from twellctl.fitting.least_squares import NotSolved, sum_over_processes
+from twellctl.fitting.source import num_kept
 from twellctl.fitting.steps import LayerText
 from twellctl.fitting.thresholds import WINDOWS, Thresholds, token_weights
 from twellctl.training.processes import is_one_of_several

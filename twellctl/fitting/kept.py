@@ -11,11 +11,6 @@ from twellctl.models.shard_writer import save_tensors
 from twellctl.training.processes import is_one_of_several
 
 
-def num_kept(folder: Path) -> int:
-    """How many layers, the first ones, lie in the run `folder`."""
-    return len([*folder.glob("layer-*.safetensors")])
-
-
 class KeptLayers:
     """In `folder`, a file a layer, weights in the `dtype` in which they will be stored."""
 

@@ -21,10 +21,11 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.files.outputs import staged
 from twellctl.files.strict_json import read_json, to_json
 from twellctl.fitting.fit import Fitting, HeldOut, LayerFit, Text, Told
-from twellctl.fitting.kept import KeptLayers, num_kept
+from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layer import HowToFit
 from twellctl.fitting.layerwise import Layerwise
 from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
+from twellctl.fitting.source import num_kept
 from twellctl.fitting.steps import Steps
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import (

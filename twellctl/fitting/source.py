@@ -1,4 +1,4 @@
-"""The model that is converted."""
+"""What a conversion begins from: the model, and the layers that an earlier call kept."""
 
 from pathlib import Path
 
@@ -24,3 +24,8 @@ def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint
         if fit.map_rank is not None and fit.map_rank > (most := checkpoint.ffn.hidden_size):
             raise UsageError(f"map-rank must be <= {most}, the hidden size, got {fit.map_rank}")
     return checkpoint
+
+
+def num_kept(run: Path) -> int:
+    """How many layers, the first ones, lie in a run folder (`kept.py`)."""
+    return len([*run.glob("layer-*.safetensors")])
