@@ -168,7 +168,7 @@ async def serve(
             if on_ready:
                 on_ready(served, _url(listener))
             await stop.wait()
-            traffic.draining = True
+            traffic.drain()
             await _first_of(drain, traffic.idle.wait(), hurry.wait())
         finally:
             _, closed = in_daemon_thread(served.engine.close)

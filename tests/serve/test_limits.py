@@ -67,6 +67,26 @@ def test_a_body_that_does_not_come_is_a_timeout(tokenizer):
         assert b"body_timeout" in answer
 
 
+def test_a_body_that_does_not_come_keeps_no_server_from_stopping(tokenizer):
+    with serving(tokenizer, Scripted([5] * 10, delay=0.1), drain=20) as client:
+        events = iter(complete(client, max_tokens=10, stream=True))
+        done = [next(events)]
+        with raw(client) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+            connection.sendall(b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n")
+            assert b" 100 " in connection.recv(1000)
+            connection.sendall(b'{"model"')
+            began = time.monotonic()
+            client.stop()
+            answer = connection.recv(1000)
+            done += events
+            assert connection.recv(1000) == b""
+            assert time.monotonic() - began < 5
+    assert b" 503 " in answer
+    assert b"stopping" in answer
+    assert len([chunk for chunk in done if chunk.choices[0].text]) == 10
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc", b"GET"])
 def test_headers_that_do_not_come_are_not_waited_for(tokenizer, sent):
     limits = Limits(idle_seconds=0.3)

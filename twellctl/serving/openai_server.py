@@ -44,14 +44,22 @@ class Limits:
 class Traffic:
     """Counts the answers under way, which a server that stops waits for.
 
-    While it is `draining` no new one begins.
+    While it is `draining` no new one begins, nor one whose body is still `arriving`.
     """
 
     def __init__(self) -> None:
         self.draining = False
+        self.arriving: set[asyncio.Timeout] = set()
         self._num_running = 0
         self.idle = asyncio.Event()  # nothing is being answered
         self.idle.set()
+
+    def drain(self) -> None:
+        """From now on only answers whose request is whole go on."""
+        self.draining = True
+        for limit in self.arriving:
+            if not limit.expired():
+                limit.reschedule(0)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -167,12 +175,18 @@ class Endpoints:
     async def _body(self, http: web.Request) -> bytes:
         if (http.content_length or 0) > self._limits.body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, http.content_length)
+        limit = asyncio.timeout(self._limits.body_seconds)
+        self._traffic.arriving.add(limit)
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
+            async with limit:
                 return await http.read()
         except TimeoutError:
+            if self._traffic.draining:
+                raise EngineClosed("the server is stopping") from None
             message = f"the body did not arrive within {self._limits.body_seconds:g} s"
             raise ApiError(408, message, code="body_timeout") from None
+        finally:
+            self._traffic.arriving.discard(limit)
 
     async def _whole(self, plan: Plan, answer: Answer) -> web.Response:
         choices = [Choice(task.index) for task in plan.tasks]
