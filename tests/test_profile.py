@@ -290,7 +290,7 @@ def test_what_is_no_profile_is_refused(tmp_path, content, sentence):
         read_profile(path)
 
 
-def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path):
+def test_bad_calls_are_refused(cli, make_model, relu_llama, silu_llama, text_file, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("def f(): pass")
     with pytest.raises(TwellError, match=r"holds \d+ tokens, less than one window of 200"):
@@ -299,6 +299,8 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path)
     assert (code, err[-1]) == (2, "error: no text to read: give --data FILE")
     with pytest.raises(TwellError, match="is a SiLU model"):
         profile(silu_llama, [str(text_file)])
+    with pytest.raises(TwellError, match="is a gelu model: make it ReLU with 'twellctl convert"):
+        profile(make_model(hidden_act="gelu"), [str(text_file)])
     with pytest.raises(UsageError, match="seq-len must be 1 to 256"):
         profile(relu_llama, [str(text_file)], seq_len=257)
     with pytest.raises(UsageError, match="windows must be >= 1, got 0"):

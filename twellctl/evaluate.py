@@ -118,9 +118,9 @@ def _check_code(tasks: Sequence[Task], run_code: bool, note: Doing) -> None:
 
 def _source(checkpoint: Checkpoint, given: dict[str, Any] | None, note: Doing) -> list[Subject]:
     """What `checkpoint` was made from, where config.json names it and it is to be had."""
-    source = None if checkpoint.is_silu else checkpoint.twell.get("source")
+    source = None if checkpoint.is_gated_source else checkpoint.twell.get("source")
     if source is None:
-        if not checkpoint.is_silu:
+        if not checkpoint.is_gated_source:
             note("no --reference, and config.json names no source: what was lost is not known")
         return []
     try:

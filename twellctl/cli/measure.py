@@ -42,7 +42,7 @@ def profile(
 def evaluate(
     *,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A SiLU or ReLU model: a folder or a hub id.")
+        str, typer.Argument(metavar="MODEL", help="A SiLU, GELU or ReLU model: folder or hub id.")
     ],
     flags: Annotated[dict, Evaluating],
     chat_template_kwargs: TemplateArguments = None,

@@ -64,7 +64,7 @@ class Subject:
     def opened(cls, name: str | Path, given: dict[str, Any] | None = None) -> "Subject":
         """`given`: what its chat template always knows."""
         checkpoint = open_checkpoint(name)
-        if not checkpoint.is_silu:
+        if not checkpoint.is_gated_source:
             checkpoint.require_relu()
         return cls(checkpoint, load_tokenizer(checkpoint, given=given))
 
@@ -116,7 +116,7 @@ class Subject:
 
     def _go_over_twell(self) -> None:
         """On a GPU let each sparse FFN go the way that is measured to be fastest there."""
-        if self.model.device.type == "cuda" and not self.checkpoint.is_silu:
+        if self.model.device.type == "cuda" and self.checkpoint.activation == "relu":
             put_over_twell(self.model, self.checkpoint.twell)
             use_kernels(self.model, own_kernels())
             lay_weights(self.model)

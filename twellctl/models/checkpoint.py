@@ -104,11 +104,19 @@ class Checkpoint:
         if self.is_only_converted:
             note(f"beware: {self.name} was converted and not fine-tuned: what it writes is noise")
 
+    @property
+    def is_gated_source(self) -> bool:
+        """Whether its activation is of a kind that ReLU can stand for."""
+        return self.activation in GATED
+
+    @property
+    def _kind(self) -> str:
+        return f"{'SiLU' if self.is_silu else self.activation} model"
+
     def say_if_dense(self, note: Callable[[str], None]) -> None:
         """Say so if no neuron can be left out: the activation is not ReLU."""
         if self.activation != "relu":
-            name = "SiLU" if self.is_silu else self.activation
-            note(f"{self.name} is a {name} model: every neuron is computed for every token")
+            note(f"{self.name} is a {self._kind}: every neuron is computed for every token")
 
     @property
     def is_fp8(self) -> bool:
@@ -140,8 +148,8 @@ class Checkpoint:
             )
 
     def require_gated_source(self) -> None:
-        """Refuse an activation that is not of a kind that ReLU can stand for."""
-        if self.activation not in GATED:
+        """Refuse an activation that ReLU cannot stand for."""
+        if not self.is_gated_source:
             raise TwellError(
                 f"{self.name} has {self.activation_key} {self.activation!r}: take a model with one "
                 f"of {', '.join(GATED)}"
@@ -149,15 +157,15 @@ class Checkpoint:
 
     def require_relu(self) -> None:
         """Refuse a model whose FFNs are not ReLU (yet)."""
-        if self.is_silu:
+        if self.is_gated_source:
             raise TwellError(
-                f"{self.name} is a SiLU model: make it ReLU with "
+                f"{self.name} is a {self._kind}: make it ReLU with "
                 f"'twellctl convert {self.name} OUT', then fine-tune"
             )
         if self.activation != "relu":
             raise TwellError(
-                f"{self.name} has hidden_act {self.activation!r}: twellctl works on SiLU models "
-                "made ReLU by 'twellctl convert'"
+                f"{self.name} has {self.activation_key} {self.activation!r}: twellctl works on "
+                "models made ReLU by 'twellctl convert'"
             )
 
     def require_tokenizer(self) -> None:
