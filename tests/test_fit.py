@@ -1,5 +1,6 @@
 """convert --data: fitted models against stock transformers, and what is refused."""
 
+import dataclasses
 import json
 import re
 import signal
@@ -154,7 +155,7 @@ def test_a_full_disk_ends_a_fit_in_one_line(started, silu_llama, text_file, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_a_density_is_met_as_a_mean_over_layers(make_model, text_file, tmp_path):
+def test_a_density_is_met_as_a_mean_over_layers(make_model, text_file, tmp_path, capsys):
     shifted = make_model("llama")
     with weights_in(shifted) as tensors:  # as in trained models, what an FFN reads is not centred
         for name, weight in tensors.items():
@@ -165,6 +166,12 @@ def test_a_density_is_met_as_a_mean_over_layers(make_model, text_file, tmp_path)
     how = QUICK | {"tokens": 8192, "steps": 0, "density": 0.1}
     done = convert(shifted, tmp_path / "out", data=[str(text_file)], **how)
     assert done.fitted.density == pytest.approx(0.1, rel=0.1)
+    capsys.readouterr()
+    screen.converted(done, "silu")
+    assert "density was not met" not in capsys.readouterr().err
+    missed = dataclasses.replace(done, fitted=dataclasses.replace(done.fitted, wanted=0.08))
+    screen.converted(missed, "silu")
+    assert "the target of 8.00% density was not met: fit on more" in capsys.readouterr().err
 
 
 def test_a_density_above_what_relu_lets_through_shifts_nothing(fitted):

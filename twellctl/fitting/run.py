@@ -56,13 +56,14 @@ TOKENS_A_WEIGHT = 4  # the least number of tokens for each of the N + K unknowns
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a fit came to; `tokens` it was fitted on.
+    """What a fit came to; `tokens` it was fitted on, `wanted` the density that was asked for.
 
     `seconds` are those of this call, in which layers that an earlier one `kept` were not fitted.
     """
 
     map_neurons: int
     tokens: int
+    wanted: float
     layers: list[LayerFit]
     held_out: HeldOut
     seconds: float
@@ -105,7 +106,8 @@ def fit_weights(
         )
         layers = fitting.run(fit.density, told)
         held = fitting.held_out()
-    return Fitted(rank, fitted.numel(), layers, held, time.monotonic() - began, fitting.num_kept)
+    seconds, kept = time.monotonic() - began, fitting.num_kept
+    return Fitted(rank, fitted.numel(), fit.density, layers, held, seconds, kept)
 
 
 def prepare_fit(

@@ -30,6 +30,8 @@ def converted(done: Any, model: str) -> None:
         )
         ui.say(f"next: twellctl finetune {out} OUT --recipe standard --data FILE")
         return
+    from twellctl.screens.advice import MET  # that --help need not load it
+
     fitted = done.fitted
     _fitted_layers(fitted)
     ui.say(
@@ -42,6 +44,11 @@ def converted(done: Any, model: str) -> None:
         f"{fitted.density:.2%} of the neurons fire for a token; a step of one token reads "
         f"{read:.0%} of the weights that the FFNs had"
     )
+    if fitted.density > MET * fitted.wanted:
+        ui.note(
+            f"the target of {fitted.wanted:.2%} density was not met: fit on more text, or ask for "
+            "a lower --density"
+        )
     held = fitted.held_out
     ui.say(
         f"held-out text: KL to the source {held.kl:.4f}, same token {held.same_token:.2%}, "
