@@ -335,6 +335,21 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, 
     assert any("talks noise until it is fitted" in line for line in err)
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, "uses hidden_act outside of its FFNs"),  # the state space layers would be others
+        ({"mlp_multipliers": [2.0, 1.0]}, "compute more than down"),
+    ],
+)
+def test_what_a_fit_would_leave_out_is_refused(make_model, text_file, tmp_path, changes, why):
+    source, how = make_model("falcon_h1", **changes), QUICK | {"data": [str(text_file)]}
+    for fit in (lambda: plan(source, **how), lambda: convert(source, tmp_path / "out", **how)):
+        with pytest.raises(TwellError, match=rf"FalconH1.* {why}.* cannot be fitted: take another"):
+            fit()
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_fine_tuning_goes_on_from_a_fit(fitted, text_file, tmp_path):
     """Engines still find the first layer's map; the second's is none, as by another trainer."""
     source, out, done = fitted()

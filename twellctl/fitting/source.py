@@ -23,6 +23,9 @@ def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint
             )
         if fit.map_rank is not None and fit.map_rank > (most := checkpoint.ffn.hidden_size):
             raise UsageError(f"map-rank must be <= {most}, the hidden size, got {fit.map_rank}")
+        from twellctl.models.exportable import refuse_unfittable  # brings torch
+
+        refuse_unfittable(checkpoint)
     return checkpoint
 
 

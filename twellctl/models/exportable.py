@@ -1,10 +1,12 @@
-"""Whether the Twell class of a model would compute what the stock class computes.
+"""Whether the FFNs of a model, and nothing else, compute what twellctl takes them for.
 
-The Twell FFN knows `down(act(gate(x)) * up(x))` and no more. A family that scales the gate, or puts
-a norm before `down`, would lose that without a word: so its FFN is tried, tiny, before an export.
+The Twell FFN and a fit know `down(act(gate(x)) * up(x))` and no more. A family that scales the
+gate, or puts a norm before `down`, would lose that without a word: so its FFN is tried, tiny,
+before an export and before a fit.
 """
 
 import copy
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,13 @@ from twellctl.models.loading import skeleton
 _K, _N = 8, 24
 
 
-def exportable_skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
+def refuse_unfittable(checkpoint: Checkpoint) -> None:
+    """`TwellError` if ReLU would change more of the model than the FFNs that a fit knows."""
+    relu = checkpoint.corrections | {checkpoint.activation_key: "relu"}
+    exportable_skeleton(replace(checkpoint, corrections=relu), "fitted: take another model")
+
+
+def exportable_skeleton(checkpoint: Checkpoint, done: str = "exported") -> PreTrainedModel:
     """The stock model on the meta device; `TwellError` if its FFNs cannot run over TwELL."""
     name, kind = checkpoint.name, checkpoint.config["model_type"]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -34,13 +42,13 @@ def exportable_skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
     if len(ffns) != checkpoint.ffn.num_layers or not is_plain_ffn(ffns[0]):
         raise TwellError(
             f"{name} ({type(model).__name__}) has FFNs that compute more than "
-            "down(act(gate) * up), which TwELL would leave out: it cannot be exported"
+            f"down(act(gate) * up), which would be left out: it cannot be {done}"
         )
     of_ffns = {id(activation_of(ffn)) for ffn in ffns}
     if any(isinstance(m, nn.ReLU) and id(m) not in of_ffns for m in model.modules()):
         raise TwellError(
-            f"{name} ({type(model).__name__}) uses hidden_act outside of its FFNs, too, where ReLU "
-            "cannot be written as SiLU: it cannot be exported"
+            f"{name} ({type(model).__name__}) uses {checkpoint.activation_key} outside of its "
+            f"FFNs, too, where another activation would do harm: it cannot be {done}"
         )
     return model
 
