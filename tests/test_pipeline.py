@@ -76,6 +76,9 @@ def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
         assert pipe(STEPS.replace("convert: {{}}", f"convert: {{{{{step}}}}}"))[0] == 1
     (tmp_path / "out/run.json").write_text("{")
     assert pipe()[2][-1].endswith(": remove it")
+    (tmp_path / "out/run.json").unlink()
+    lost = f"{tmp_path}/out/run.json does not say with which settings {tmp_path}/out/relu was made"
+    assert pipe()[2] == [f"error: {lost}: move it elsewhere, or name another out"]
 
 
 @pytest.mark.parametrize(

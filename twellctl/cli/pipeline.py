@@ -85,10 +85,14 @@ def _take(
     for name in steps:
         words = _words(name, model, out, steps)
         commands[name].make_context(name, words, parent=context.parent)  # refuses wrong flags
-        if (out / _MADE[name]).exists() and begun.get(name) != records[name]:
+        made = out / _MADE[name]
+        if made.exists() and name not in begun:
             raise TwellError(
-                f"{out / _MADE[name]} was made with other settings: remove it, or name another out"
+                f"{out / RECORD} does not say with which settings {made} was made: move it "
+                "elsewhere, or name another out"
             )
+        if made.exists() and begun[name] != records[name]:
+            raise TwellError(f"{made} was made with other settings: remove it, or name another out")
     if out.exists() and not out.is_dir():
         raise TwellError(f"{out} exists and is not a folder: name another out")
     out.mkdir(parents=True, exist_ok=True)
