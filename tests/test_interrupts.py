@@ -1,5 +1,6 @@
 """Ctrl-C at any moment: one line, exit code 130, no traceback."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from twellctl import __main__ as entry
 from twellctl.cli import interrupts
 from twellctl.cli import main as cli
 
+HEEDS = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+
 
 @pytest.fixture
 def heeded(monkeypatch):
@@ -21,6 +24,7 @@ def heeded(monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupts.heed()
     yield
+    atexit.unregister(interrupts._last)
     sys.unraisablehook = hook
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -75,10 +79,34 @@ def test_while_modules_are_imported(module, relu_llama, tmp_path):
         "from twellctl.__main__ import main\n"
         "main()\n"
     )
-    heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
-    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, **heeds)
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, **HEEDS)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("exec('press()')", 130),  # Python remembers it there, and would end by the signal
+        ("atexit.register(press)", 130),  # all is done
+        ("early.append(press)", 0),  # nothing but the memory is left
+    ],
+)
+def test_the_exit_code_is_no_signal(command, code, tmp_path):
+    (tmp_path / "start.py").write_text(
+        "import atexit, os, signal\n"
+        "early = []\n"
+        "press = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+        "atexit.register(lambda: [act() for act in early])\n"
+        "from twellctl import __main__ as entry\n"
+        "from twellctl.cli import main as cli\n"
+        f"cli.app = lambda **_: {command} and 0\n"
+        "entry.main()\n"
+    )
+    words = [sys.executable, "-m", "start"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, **HEEDS)
+    said = "error: interrupted\n" if code else ""
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
 
 
 def test_who_ignores_it_goes_on_ignoring_it():

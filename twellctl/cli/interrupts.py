@@ -5,15 +5,20 @@ abort on it, or raise an error of its own in its place; in a finalizer it is pri
 is kept in mind here that Ctrl-C came, for whoever tells of the error that followed.
 """
 
+import atexit
 import contextlib
+import gc
+import os
 import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+EXIT_CODE = 130
 _AGAIN_SECONDS = 0.01
 _came = False
+_was_told = False
 
 
 def heed() -> None:
@@ -26,12 +31,16 @@ def heed() -> None:
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGALRM, _interrupt)
     sys.unraisablehook = _not_lost
+    atexit.register(_last)  # of what is registered, since it is the first
 
 
 def heed_no_more() -> None:
-    """All is done: Ctrl-C ends at once, and without a word, what is left of the process."""
+    """The process ends with the `SystemExit` that is raised; Ctrl-C ends it at once."""
+    global _was_told
+    _was_told = getattr(sys.exception(), "code", None) == EXIT_CODE
     if signal.getsignal(signal.SIGINT) is _interrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGALRM, _end)
 
 
 def ignore() -> None:
@@ -75,6 +84,23 @@ def _interrupt(signum: int, frame: types.FrameType | None) -> None:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)  # its C++ would abort now
         return
     raise KeyboardInterrupt
+
+
+def _end(signum: int, frame: types.FrameType | None) -> None:
+    if not _was_told:
+        os.write(2, b"error: interrupted\n")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(EXIT_CODE)
+
+
+def _last() -> None:
+    """Python ends itself by SIGINT, whatever the code, if Ctrl-C went through `exec` of a text."""
+    if _was_told:
+        _end(signal.SIGINT, None)
+    ignore()
+    gc.freeze()  # else Python looks through all that was imported, which takes a second
 
 
 def _not_lost(unraisable: Any) -> None:
