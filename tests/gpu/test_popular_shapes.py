@@ -14,7 +14,7 @@ from popular_shapes import SHAPES, Shape
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bundle import twell_ffn, twell_ways
+from twellctl.bundle import twell_ways
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons, gated_ffns
 from twellctl.bundle.twell_nvrtc import what_is_missing
@@ -22,7 +22,7 @@ from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.here.own_kernels import own_kernels
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 DEVICE = "cuda"
 VOCABULARY = 4096
 DENSITIES = (0.005, 0.02, 0.08)
@@ -41,16 +41,6 @@ def _kernels() -> None:
         pytest.skip(said)
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("the kernels need compute capability 8.0")
-
-
-@pytest.fixture(autouse=True)
-def _no_fallback(monkeypatch) -> None:
-    """Plain torch would pass these tests too."""
-
-    def fail(reason: str) -> None:
-        pytest.fail(f"the kernels were not used: {reason}")
-
-    monkeypatch.setattr(twell_ffn, "say_once", fail)
 
 
 class Popular:

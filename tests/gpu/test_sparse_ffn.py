@@ -26,7 +26,7 @@ from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.here.resources import kernel_files
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 DEVICE = "cuda"
 TOLERANCE = 2e-2  # of numbers that are not whole, relative to the largest of a row
 FILES = kernel_files()
@@ -53,16 +53,6 @@ def route(request, monkeypatch) -> str:
 
     monkeypatch.setattr(twell_ways, "choose", choose)
     return "twell"
-
-
-@pytest.fixture(autouse=True)
-def no_fallback(monkeypatch):
-    """Plain torch would pass these tests too."""
-
-    def fail(reason: str) -> None:
-        pytest.fail(f"the kernels were not used: {reason}")
-
-    monkeypatch.setattr(twell_ffn, "say_once", fail)
 
 
 @dataclass
