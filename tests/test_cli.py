@@ -165,3 +165,14 @@ def test_a_rank_alone_silences_no_command(success, silu_llama, tmp_path, monkeyp
     """As launchers of clusters set it in each machine's shell."""
     monkeypatch.setenv("RANK", "1")
     assert "-> relu" in success("convert", silu_llama, tmp_path / "out")[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("eval", "--data or --tasks, if only one is given: --tasks *.jsonl"),
+        ("convert", "--data: --data *.jsonl"),
+    ],
+)
+def test_help_names_the_flags_that_more_files_are_for(cli, page, command, said):
+    assert f"More files for {said} works." in page(cli, command, "-h", width=200)

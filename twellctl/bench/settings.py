@@ -27,7 +27,7 @@ class AnyModel:
         None, "A ReLU model folder, such as an export. Requires --data.", flag="MODEL"
     )
     data: tuple[str, ...] = setting(
-        (), "Text for MODEL: jsonl, JSON, txt or parquet files, or folders. Repeatable."
+        (), "Text for MODEL: jsonl, JSON, txt or parquet files, or folders of them. Repeatable."
     )
     text_column: str = setting("text", "The column that holds the text.")
     config: str | None = setting(

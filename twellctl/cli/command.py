@@ -50,10 +50,11 @@ HelpAll = Annotated[
     ),
 ]
 _ALWAYS = ("quiet", "help_all")
-More = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="FILE", help="More files for the flag: --data *.jsonl works."),
-]
+_OF_FILES = {
+    ("data",): "More files for --data: --data *.jsonl works.",
+    ("data", "tasks"): "More files for --data or --tasks, if only one is given: --tasks *.jsonl "
+    "works.",
+}
 
 
 class ReaderLeft(Exception):
@@ -121,7 +122,8 @@ def _with_options(function: Callable[..., None], is_long: bool) -> Callable[...,
     for name, parameter in own.items():
         parameters += settings.values() if name == "flags" else [parameter]
     kinds: dict[str, Any] = {"quiet": Quiet} | ({"help_all": HelpAll} if is_long else {})
-    kinds |= {"more": More} if "data" in settings else {}
+    if text := _OF_FILES.get(tuple(name for name in ("data", "tasks") if name in settings)):
+        kinds["more"] = Annotated[list[str] | None, typer.Argument(metavar="FILE", help=text)]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
         for name, kind in kinds.items()

@@ -15,8 +15,9 @@ class Reading:
 
     data: list[str] = setting(
         [],
-        "Text: a jsonl, JSON, txt or parquet file, or a folder of them. Repeatable: each is one "
-        "kind of text, called NAME or like the file; equal names are one kind.",
+        "Text: a jsonl, JSON, txt or parquet file, compressed or not, or a folder of them. "
+        "Repeatable: each is one kind of text, called NAME or like the file; equal names are one "
+        "kind.",
         metavar="[NAME=]FILE",
     )
     text_column: str = setting("text", "The column that holds the text.")
@@ -35,7 +36,7 @@ class Evaluating(Reading):
     )
     tasks: list[str] = setting(
         [],
-        'A jsonl file of {"query", "choices", "gold"}, {"prompt", "answer"} or {"prompt", '
+        'A jsonl or JSON file of {"query", "choices", "gold"}, {"prompt", "answer"} or {"prompt", '
         '"entry_point", "tests"}, or a folder of such files. Repeatable.',
         metavar="FILE",
     )

@@ -13,12 +13,12 @@ class Fit:
 
     data: list[str] = setting(
         [],
-        "Text to fit on: a jsonl, JSON, txt or parquet file, or a folder of them. Repeatable. The "
-        "model's own answers work best (twellctl write). Without it, only the activation is "
-        "swapped, and no weight changes.",
+        "Text to fit on: a jsonl, JSON, txt or parquet file, compressed or not, or a folder of "
+        "them. Repeatable. The model's own answers work best (twellctl write). Without it, only "
+        "the activation is swapped, and no weight changes.",
         group="Fitting",
     )
-    text_column: str = setting("text", "The column of jsonl and parquet files that holds the text.")
+    text_column: str = setting("text", "The column that holds the text.")
     tokens: int = setting(2_000_000, "Tokens of text to fit on.", at_least=1024)
     density: float = setting(
         0.15,

@@ -43,7 +43,9 @@ class Recipe:
         "shorter]",
         at_least=8,
     )
-    eval_data: list[str] = setting([], "Held-out text, instead of --eval-fraction. Repeatable.")
+    eval_data: list[str] = setting(
+        [], "Held-out text, as --data, instead of --eval-fraction. Repeatable."
+    )
     eval_fraction: float = setting(
         0.01, "Share of the texts held out of training.", at_least=0, below=1
     )
