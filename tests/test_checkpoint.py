@@ -240,6 +240,12 @@ def test_what_looks_odd_but_fits(model, success, tmp_path):
     assert "2 gated FFNs, 32 x 96, silu -> relu" in out
 
 
+def test_heads_of_several_sizes_fit(make_model, success, tmp_path):
+    several = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 0}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0}
+    success("convert", make_model("gemma4_text", **several, **layers), tmp_path / "out")
+
+
 def test_thresholds_of_an_earlier_version_are_refused(relu_llama, refusal, tmp_path):
     model = Path(shutil.copytree(relu_llama, tmp_path / "model"))
     twell = json.loads((model / "config.json").read_text())["twell"]

@@ -131,6 +131,9 @@ def compare_sizes(name: str, config: dict, tensors: dict[str, TensorInfo], ffn: 
     """
     again = "fetch config.json and weights again, from one place"
     given = {key: config[key] for key in SIZES if type(config.get(key)) is int}
+    # as in Gemma 4, layers have heads of several sizes
+    if config.get("per_layer_config") or config.get("global_head_dim"):
+        given.pop("num_key_value_heads", None)
     for key, size in (
         ("hidden_size", ffn.hidden_size),
         ("intermediate_size", ffn.intermediate_size),
