@@ -35,7 +35,12 @@ FAMILIES = {
     "phi3": {"pad_token_id": 0},
     "smollm3": {"pad_token_id": 0},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "pad_token_id": 0},
-}
+    "qwen3_5_text": {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "head_dim": 8, "pad_token_id": 0,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
 TINY = {
     "vocab_size": 512, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,

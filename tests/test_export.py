@@ -335,11 +335,12 @@ def test_weights_offloaded_to_disk(exported, load_trusted, tmp_path):
     torch.testing.assert_close(model(IDS).logits, wanted, rtol=0, atol=1e-4)
 
 
-def test_a_hidden_act_of_other_layers_is_refused(make_model, tmp_path):
-    """Falcon-H1's state space layers have it, too: as SiLU they would be others."""
-    convert(make_model("falcon_h1"), tmp_path / "relu")
-    with pytest.raises(TwellError, match=r"FalconH1.* uses hidden_act outside of its FFNs"):
-        export(tmp_path / "relu", tmp_path / "falcon")
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_5_text"])
+def test_a_hidden_act_of_other_layers_is_refused(make_model, tmp_path, family):
+    """State space layers and linear attention have it, too: as SiLU they would be others."""
+    convert(make_model(family), tmp_path / "relu")
+    with pytest.raises(TwellError, match=r"ForCausalLM\) uses hidden_act outside of its FFNs"):
+        export(tmp_path / "relu", tmp_path / "out")
 
 
 def test_gradient_checkpointing(exported, load_trusted):

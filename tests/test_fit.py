@@ -336,16 +336,19 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("family", "changes", "why"),
     [
-        ({}, "uses hidden_act outside of its FFNs"),  # the state space layers would be others
-        ({"mlp_multipliers": [2.0, 1.0]}, "compute more than down"),
+        ("falcon_h1", {}, "uses hidden_act outside of its FFNs"),
+        ("qwen3_5_text", {}, "uses hidden_act outside of its FFNs"),
+        ("falcon_h1", {"mlp_multipliers": [2.0, 1.0]}, "compute more than down"),
     ],
 )
-def test_what_a_fit_would_leave_out_is_refused(make_model, text_file, tmp_path, changes, why):
-    source, how = make_model("falcon_h1", **changes), QUICK | {"data": [str(text_file)]}
+def test_what_a_fit_would_leave_out_is_refused(
+    make_model, text_file, tmp_path, family, changes, why
+):
+    source, how = make_model(family, **changes), QUICK | {"data": [str(text_file)]}
     for fit in (lambda: plan(source, **how), lambda: convert(source, tmp_path / "out", **how)):
-        with pytest.raises(TwellError, match=rf"FalconH1.* {why}.* cannot be fitted: take another"):
+        with pytest.raises(TwellError, match=rf"ForCausalLM\) .*{why}.* cannot be fitted: take an"):
             fit()
     assert not list(tmp_path.glob("out*"))
 

@@ -44,13 +44,18 @@ def exportable_skeleton(checkpoint: Checkpoint, done: str = "exported") -> PreTr
             f"{name} ({type(model).__name__}) has FFNs that compute more than "
             f"down(act(gate) * up), which would be left out: it cannot be {done}"
         )
-    of_ffns = {id(activation_of(ffn)) for ffn in ffns}
-    if any(isinstance(m, nn.ReLU) and id(m) not in of_ffns for m in model.modules()):
+    of_ffns = {id(m) for ffn in ffns for m in (ffn, activation_of(ffn))}
+    if any(_has_relu(m) and id(m) not in of_ffns for m in model.modules()):
         raise TwellError(
             f"{name} ({type(model).__name__}) uses {checkpoint.activation_key} outside of its "
             f"FFNs, too, where another activation would do harm: it cannot be {done}"
         )
     return model
+
+
+def _has_relu(module: nn.Module) -> bool:
+    """Whether it is a ReLU, or has one by name, as the convolutions of linear attention do."""
+    return isinstance(module, nn.ReLU) or getattr(module, "activation", None) == "relu"
 
 
 @torch.no_grad()
