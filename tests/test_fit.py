@@ -386,12 +386,28 @@ def test_an_export_computes_what_the_folder_does_and_counts_no_map(
     fires = [layer.fires for layer in done.fitted.layers]
     assert [layer.density for layer in found.layers] == pytest.approx(fires, abs=0.05)
     save_profile(found, tmp_path / "profile.json")
-    export(out, tmp_path / "exported", profile=tmp_path / "profile.json")
+    notes = []
+    export(out, tmp_path / "exported", profile=tmp_path / "profile.json", note=notes.append)
+    assert not [note for note in notes if "share one gate" in note]
     ids = torch.randint(0, 512, (2, 17))
     with torch.no_grad(), quiet_transformers():
         ours = load_trusted(tmp_path / "exported")(ids).logits
         stock = AutoModelForCausalLM.from_pretrained(out)(ids).logits
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "gate_proj.weight"), ("llama", "gate_proj.bias"), ("phi3", "gate_up_proj.weight")],
+)
+def test_an_export_says_if_a_map_is_lost(fitted, tmp_path, family, name):
+    _, out, _ = fitted(family, changes=dict(FAMILIES)[family])
+    with weights_in(out) as tensors:
+        tensors[f"model.layers.1.mlp.{name}"][96] += 0.01
+    notes = []
+    export(out, tmp_path / "exported", note=notes.append)
+    (said,) = [note for note in notes if "share one gate" in note]
+    assert said.startswith("beware: the last 16 neurons no longer share one gate in 1 of 2 layers")
 
 
 def test_a_gpu_without_room_is_refused_with_what_has_room(

@@ -72,6 +72,7 @@ def export(
     --json' file. `quantize` "fp8" rounds the weights of linear layers to e4m3 with one scale per
     row. Raises `TwellError`.
     """
+    from twellctl.models.linear_map import layers_without_map
     from twellctl.models.loading import fingerprint
     from twellctl.models.silu_form import choose_form
 
@@ -112,6 +113,13 @@ def export(
             f"{checkpoint.name} --reference MODEL --tasks FILE --json FILE', then export --eval"
         )
     checkpoint.beware_of_noise(note)
+    if lost := layers_without_map(checkpoint):
+        note(
+            f"beware: the last {checkpoint.map_neurons} neurons no longer share one gate in {lost} "
+            f"of {num_layers} layers, as the map of a fit does: another trainer has made them "
+            "neurons that may fire, and decoding may be no faster than dense; fine-tune the fit "
+            "again, with twellctl finetune"
+        )
     try:
         checkpoint.require_tokenizer()
     except TwellError as error:

@@ -5,6 +5,8 @@ from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import weights_of_gate_and_up
 from twellctl.bundle.twell_spec import FEW_ROWS
+from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.loading import opened
 
 
 def own_neurons(ffn: nn.Module) -> int:
@@ -25,3 +27,13 @@ def num_mapped(gate: Tensor, *others: Tensor) -> int:
     unlike = (~torch.stack(by_part).all(0)).nonzero()
     alike = len(gate) - (unlike[-1].item() + 1 if len(unlike) else 0)
     return alike if alike >= FEW_ROWS else 0
+
+
+def layers_without_map(checkpoint: Checkpoint) -> int:
+    """In how many layers the neurons that config.json calls a map have gates of their own."""
+    rows, lost = slice(max(0, checkpoint.own_neurons), checkpoint.ffn.intermediate_size), 0
+    with opened(checkpoint) as read:
+        for layer in range(checkpoint.ffn.num_layers if checkpoint.map_neurons else 0):
+            names = (name for name in checkpoint.ffn_tensors(layer) if ".gate_" in name)
+            lost += any(not (part == part[-1]).all() for part in (read(n, rows) for n in names))
+    return lost
