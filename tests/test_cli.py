@@ -30,6 +30,14 @@ def page(monkeypatch):
     return read
 
 
+@pytest.mark.parametrize("words", [("--density", "15%"), ("--tokens", "1M")])
+def test_what_is_no_number_is_named(refusal, words):
+    flag, value = words
+    said = refusal("convert", "model", "out", "--data", "a.txt", *words, code=2)
+    assert f"'{flag}'" in said
+    assert f"got '{value}'" in said
+
+
 @pytest.mark.parametrize("words", [(), ("-h",), ("--help",)])
 def test_without_a_command_there_is_help(cli, page, words):
     text = page(cli, *words)

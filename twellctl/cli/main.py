@@ -9,7 +9,7 @@ import types
 from twellctl.cli import interrupts
 from twellctl.cli.app import app
 from twellctl.cli.command import ReaderLeft, process_rank
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, shown
 from twellctl.screens import ui
 
 SECONDS_TO_SPEAK = 10  # of the first process
@@ -54,7 +54,10 @@ def _told(error: BaseException) -> int:
         raise error
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "twellctl"
-    ui.fail(f"{' '.join(error.format_message().split())} (see '{where} --help')")
+    said = " ".join(error.format_message().split())
+    if hasattr(error.__cause__, "errors"):  # pydantic's, which names no value
+        said += f", got {shown(error.__cause__.errors()[0]['input'])}"
+    ui.fail(f"{said} (see '{where} --help')")
     return getattr(error, "exit_code", 2)
 
 
