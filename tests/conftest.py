@@ -35,6 +35,10 @@ FAMILIES = {
     "phi3": {"pad_token_id": 0},
     "smollm3": {"pad_token_id": 0},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "pad_token_id": 0},
+    "minicpm3": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 8, "pad_token_id": 0,
+    },
     "qwen3_5_text": {
         "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
         "linear_value_head_dim": 8, "head_dim": 8, "pad_token_id": 0,

@@ -18,7 +18,7 @@ from twellctl.errors import TwellError
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 
-FAMILIES = ("mistral", "qwen2", "qwen3", "phi3", "smollm3", "diffllama")
+FAMILIES = ("mistral", "qwen2", "qwen3", "phi3", "smollm3", "diffllama", "minicpm3")
 ENDS = frozenset(range(0, 512, 9))  # random models seldom find one end
 
 

@@ -239,8 +239,8 @@ def _why_not(model: PreTrainedModel) -> str | None:
     name, config = type(model).__name__, model.config.get_text_config()
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} attends by its own code"
-    if config.model_type == "diffllama":
-        return f"{name} attends twice, to halves of the values that it keeps"
+    if config.model_type == "diffllama" or getattr(config, "kv_lora_rank", None):
+        return f"{name} makes keys and values of what it keeps"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return f"{name} caps what attention computes"
     if config._attn_implementation != "sdpa":
