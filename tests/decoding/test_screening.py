@@ -51,13 +51,28 @@ def test_a_layer_whose_screen_misses_more_reads_its_gate_whole(model, monkeypatc
     assert "in 0 of 2 layers" in str(screens)
 
 
-def test_what_is_missed_of_repeated_tokens_widens_the_margin(model):
-    ffn, z = gated_ffns(model)[0], torch.randn(24, 64, 64).bfloat16()
+@pytest.mark.parametrize(("kind", "length"), [(0, 1), (1, 8)])
+def test_what_is_missed_of_repeated_tokens_widens_the_margin(model, kind, length):
+    ffn, z = gated_ffns(model)[0], torch.randn(32, 64, 64).bfloat16()
     usual, missed, _ = screening._screen_of(ffn, z, NEURONS)
-    z[16:] = 20 * z[16:, :1]  # whose gates' errors are 20 times as large
+    rows = slice(16 + 8 * kind, 24 + 8 * kind)
+    z[rows] = 20 * z[rows, :length].repeat(1, 64 // length, 1)  # errors 20 times as large
     wider, more, _ = screening._screen_of(ffn, z, NEURONS)
     assert missed <= NEXT_TO_NOTHING < more
     assert bool((wider.limits[:NEURONS] < usual.limits[:NEURONS]).all())
+
+
+def test_screens_are_judged_on_one_and_on_eight_repeated_tokens(model):
+    read = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, inputs: read.append(inputs[0])
+    )
+    open_screens(model)
+    hook.remove()
+    for ids, length in zip(read[-2:], (1, 8), strict=True):
+        assert ids.shape == (8, 64)
+        assert torch.equal(ids, ids[:, :length].repeat(1, 64 // length))
+        assert all(len(row.unique()) > 1 for row in ids) == (length > 1)
 
 
 def test_a_model_that_is_nowhere_finite_reads_gates_whole(model):

@@ -3,9 +3,10 @@
 A neuron is a candidate where x . copy > limit. What the copy's gate errs by is measured for each
 neuron on half of the texts, with x in 8 bits as it is beside the copy. The limit is its mean less
 2.5 deviations. What is missed even so, as a share of the squared output of the layer, is measured
-on the other half, and on tokens that are repeated, of which the most is missed. A layer that misses
-more than NEXT_TO_NOTHING of either takes more deviations (MARGINS): of other kinds of text, up to
-ten times as much was missed. If it misses more than MOST_MISSED even so, it reads its gate whole.
+on the other half, and on one token or eight that are repeated, of which the most is missed. A layer
+that misses more than NEXT_TO_NOTHING of any takes more deviations (MARGINS): of other kinds of
+text, up to ten times as much was missed. If it misses more than MOST_MISSED even so, it reads its
+gate whole.
 """
 
 import logging
@@ -29,7 +30,7 @@ MARGINS = 2.5, 3.0, 4.0, 6.0  # standard deviations of a neuron's own error
 MOST_MISSED = 1e-6
 NEXT_TO_NOTHING = MOST_MISSED / 20
 _ROWS, _LENGTH = 16, 64  # of the text that is drawn: half of the rows to measure, half to judge
-_REPEATS = 8  # rows of one token
+_REPEATED, _REPEATS = (1, 8), 8  # so many tokens are repeated, in so many rows of each kind
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def open_screens(model: PreTrainedModel) -> Screens | None:
 def _inputs(model: PreTrainedModel) -> list[Tensor]:
     """What each FFN reads in texts that the model draws and, behind them, in repeated tokens.
 
-    `[_ROWS + _REPEATS, _LENGTH, K]`
+    `[_ROWS + _REPEATS for each of _REPEATED, _LENGTH, K]`
     """
     seen: list[list[Tensor]] = [[] for _ in gated_ffns(model)]
 
@@ -102,12 +103,13 @@ def _inputs(model: PreTrainedModel) -> list[Tensor]:
             done = model(input_ids=tokens, use_cache=True, **cache)
             shares = done.logits[:, -1].float().softmax(-1).nan_to_num(1.0)
             tokens = torch.multinomial(shares, 1, generator=generator)
-        repeated = torch.randint(size, (_REPEATS, 1), generator=generator, device=model.device)
-        model(input_ids=repeated.expand(-1, _LENGTH))
+        for length in _REPEATED:
+            some = torch.randint(size, (_REPEATS, length), generator=generator, device=model.device)
+            model(input_ids=some.repeat(1, _LENGTH // length))
     finally:
         for hook in hooks:
             hook.remove()
-    return [torch.cat([torch.cat(kept[:-1], 1), kept[-1]]) for kept in seen]
+    return [torch.cat([torch.cat(kept[:_LENGTH], 1), *kept[_LENGTH:]]) for kept in seen]
 
 
 def _screen_of(ffn: nn.Module, z: Tensor, num_own: int) -> tuple[Screen, float, float]:
@@ -115,7 +117,8 @@ def _screen_of(ffn: nn.Module, z: Tensor, num_own: int) -> tuple[Screen, float, 
     weights, biases, _ = zip(*weights_of_gate_and_up(ffn), strict=True)
     gate, up = (weight[:num_own] for weight in weights)
     gate_bias, up_bias = (None if b is None else b[:num_own] for b in biases)
-    measured, *judged = (p.flatten(0, 1) for p in z.split([_ROWS // 2, _ROWS // 2, _REPEATS]))
+    rows = [_ROWS // 2, _ROWS // 2, *[_REPEATS] * len(_REPEATED)]
+    measured, *judged = (part.flatten(0, 1) for part in z.split(rows))
     copy = copied(gate)
     error = copied_input(measured) @ copy.T - measured.float() @ gate.float().T
     lengths = ffn.down_proj.weight[:, :num_own].float().norm(dim=0)
