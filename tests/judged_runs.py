@@ -39,6 +39,22 @@ RUNS = (
     (0.153, 0.63, "0.5B, fitted, quarter rank"),
     (0.288, 0.52, "0.5B, fitted, gates shifted to 10 %"),
     (0.637, 0.28, "0.5B, fitted, gates shifted to 5 %"),
+    # by `eval`, on 64 answers
+    (0.0126, 0.913, "0.5B, fitted, 29M tokens, 15 %"),
+    (0.0155, 0.910, "1.5B, fitted half on plain text, 20M tokens, 15 %"),
+    (0.0155, 0.929, "1.5B, fitted half on plain text, 17 %"),
+    (0.0156, 0.919, "1.5B, fitted on 1.2M tokens, 14.3 %"),
+    (0.0166, 0.936, "1.5B, fitted on 4M tokens, half of them plain, slow steps"),
+    (0.0175, 0.921, "1.5B, fitted on 4M tokens, half of them plain"),
+    (0.0177, 0.921, "1.5B, fitted half on plain text, thresholds by cost"),
+    (0.0177, 0.916, "1.5B, fitted half on plain text"),
+    (0.0179, 0.913, "1.5B, fitted half on plain text, 17M tokens, 15 %"),
+    (0.0195, 0.909, "0.5B, fitted, 15 %, steps of 8192 tokens"),
+    (0.0197, 0.879, "0.5B, fitted, 15 %, steps of 4096 tokens"),
+    (0.0197, 0.886, "0.5B, fitted, 15 %, faster sums"),
+    (0.0216, 0.819, "0.5B, fitted half on plain text, 14.4 %"),
+    (0.0392, 0.760, "1.5B, fitted, 4.75 %, 1600 steps"),
+    (0.0431, 0.731, "1.5B, fitted half on plain text, 16M tokens, 5 %"),
 )
 
 
