@@ -88,7 +88,8 @@ def _interrupt(signum: int, frame: types.FrameType | None) -> None:
 
 def _end(signum: int, frame: types.FrameType | None) -> None:
     if not _was_told:
-        os.write(2, b"error: interrupted\n")
+        with contextlib.suppress(OSError):  # it may have ended who reads stderr, too
+            os.write(2, b"error: interrupted\n")
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
