@@ -100,7 +100,9 @@ def test_unknown_keys_are_named_with_what_was_meant(write):
         ("seq-len", "7", "must be >= 8"),
         ("seq-len", "64.5", "must be a whole number"),
         ("eval-fraction", "1", "must be >= 0 and < 1"),
-        ("density", "0", "must be > 0 and < 1"),
+        ("density", "0", "must be > 0 and < 1, got 0"),
+        ("density", "15", "must be > 0 and < 1 (15 % is 0.15), got 15"),
+        ("density", "150", "must be > 0 and < 1, got 150"),
         ("teacher-weight", "1.1", "must be >= 0 and <= 1"),
         ("max-steps", "0", "must be >= 1"),
         ("lora-ffn", "1", "must be true or false"),
@@ -119,7 +121,9 @@ def test_all_errors_at_once(write):
     for key in ("l1 must", "seq-len must", "unknown key shuffle", "batch-size", "density"):
         assert key in text
     text = refusal(UsageError, None, batch_size=0, density=2.0)
-    assert text == "batch-size must be >= 1, got 0; density must be > 0 and < 1, got 2.0"
+    assert (
+        text == "batch-size must be >= 1, got 0; density must be > 0 and < 1 (2 % is 0.02), got 2.0"
+    )
 
 
 def test_settings_that_exclude_each_other(write):

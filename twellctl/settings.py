@@ -151,7 +151,10 @@ def _checked_number(value: Any, kind: type, metadata: typing.Mapping[str, Any]) 
     bounds = metadata["bounds"]
     exact = value if isinstance(value, int) else number
     if not all(_SIGNS[sign](exact, bound) for sign, bound in bounds):
-        raise ValueError(f"must be {' and '.join(f'{sign} {bound}' for sign, bound in bounds)}")
+        is_percent = bounds[-1][1] == 1 < number <= 100  # of a share
+        as_share = f" ({number:g} % is {number / 100:g})" if is_percent else ""
+        wanted = " and ".join(f"{sign} {bound}" for sign, bound in bounds)
+        raise ValueError(f"must be {wanted}{as_share}")
     if kind is float and number > _MOST:
         raise ValueError(f"must be <= {_MOST:g}")
     return value if isinstance(value, kind) else kind(number)
