@@ -1,10 +1,11 @@
-"""finetune --dry-run: some real steps, nothing written, and what to do when memory is short."""
+"""--dry-run: some real steps of finetune, the estimates of convert; nothing is written."""
 
 import dataclasses
 import itertools
 import json
 import re
 import warnings
+from dataclasses import replace
 
 import pyarrow
 import pyarrow.parquet
@@ -16,6 +17,8 @@ from twellctl import dry_run as module
 from twellctl.dry_run import as_flags, dry_run
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
+from twellctl.fitting.plan import Shape, planned
+from twellctl.fitting.settings import Fit
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
 from twellctl.screens.make import tried_out
@@ -265,3 +268,27 @@ def test_no_recorded_part_is_left(relu_llama, text_file, monkeypatch):
     monkeypatch.setattr(SparseTrainer, "train", trained)
     dry_run(relu_llama, small(text_file))
     assert [trainer._captured for trainer in trainers] == [None]
+
+
+def test_plans_are_those_of_runs_that_were_measured():
+    """bf16 at 700, TF32 at 400 TFLOP/s. Peak GiB (H100), seconds (H200) as in recipes/LAB.md."""
+    device, rates = torch.device("cuda"), (700e12, 400e12)
+    small = Shape(24, 896, 4864, 14_912_384, 272_275_968, 151_936, state_bytes=4)
+    large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936, state_bytes=4)
+    seven = replace(large, num_layers=7)
+    measured = [
+        (small, {"tokens": 1_000_000}, 14.4, None),
+        (small, {"tokens": 3_000_000}, 27.7, None),
+        (small, {"tokens": 500_000, "steps": 0}, None, 13),
+        (large, {"tokens": 2_000_000}, 33.6, None),
+        (seven, {"tokens": 1_000_000}, None, 36),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+        for shape, settings, gib, seconds in measured:
+            found = planned(shape, Fit(data=["x"], eval_windows=64, **settings), device, rates)
+            assert gib is None or found.bytes / 2**30 == pytest.approx(gib, rel=0.15)
+            assert seconds is None or found.seconds == pytest.approx(seconds, rel=0.35)
+        seventy = Shape(80, 8192, 28672, 855_638_016, 2_101_346_304, 128_256)
+        found = planned(seventy, Fit(data=["x"], tokens=500_000, steps=0), device, rates)
+    assert found.bytes / 2**30 < 141  # one H200

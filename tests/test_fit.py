@@ -21,7 +21,7 @@ from twellctl.finetune import finetune
 from twellctl.firing.profiled import save_profile
 from twellctl.fitting import plan as plans
 from twellctl.fitting.fit import Fitting
-from twellctl.fitting.plan import Shape, plan, planned
+from twellctl.fitting.plan import Shape, plan
 from twellctl.fitting.settings import Fit, windows_held_out
 from twellctl.generate import generate
 from twellctl.models.linear_map import num_mapped
@@ -432,27 +432,3 @@ def test_a_gpu_without_room_is_refused_with_what_has_room(
     monkeypatch.setattr(plans, "gpu_memory", lambda device: (1 << 20, 1 << 30))
     refused(make_model, text_file, tmp_path / "out", "0.0 GiB are free: take a larger one")
     assert not (tmp_path / "out.run").exists()
-
-
-def test_plans_are_those_of_runs_that_were_measured():
-    """bf16 at 700, TF32 at 400 TFLOP/s. Peak GiB (H100), seconds (H200) as in recipes/LAB.md."""
-    device, rates = torch.device("cuda"), (700e12, 400e12)
-    small = Shape(24, 896, 4864, 14_912_384, 272_275_968, 151_936, state_bytes=4)
-    large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936, state_bytes=4)
-    seven = replace(large, num_layers=7)
-    measured = [
-        (small, {"tokens": 1_000_000}, 14.4, None),
-        (small, {"tokens": 3_000_000}, 27.7, None),
-        (small, {"tokens": 500_000, "steps": 0}, None, 13),
-        (large, {"tokens": 2_000_000}, 33.6, None),
-        (seven, {"tokens": 1_000_000}, None, 36),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
-        for shape, settings, gib, seconds in measured:
-            found = planned(shape, Fit(data=["x"], eval_windows=64, **settings), device, rates)
-            assert gib is None or found.bytes / 2**30 == pytest.approx(gib, rel=0.15)
-            assert seconds is None or found.seconds == pytest.approx(seconds, rel=0.35)
-        seventy = Shape(80, 8192, 28672, 855_638_016, 2_101_346_304, 128_256)
-        found = planned(seventy, Fit(data=["x"], tokens=500_000, steps=0), device, rates)
-    assert found.bytes / 2**30 < 141  # one H200
