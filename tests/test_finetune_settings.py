@@ -1,5 +1,6 @@
 """finetune: teachers, the schedule, recipes, rates, epochs."""
 
+import dataclasses
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from twellctl.training.build import micro_batch
 from twellctl.training.optimizer import default_rate
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, recipe_names, resolve_recipe
+from twellctl.training.teacher import may_be_source
 
 pytestmark = pytest.mark.usefixtures("no_answers")
 
@@ -270,3 +272,48 @@ def test_the_first_line_says_which_schedule(success, relu_llama, text_file, tmp_
         assert said in stderr[0]
         assert "no teacher" in stderr[0]
         assert stderr[0].endswith("1 steps of 128 tokens")
+
+
+class Noting(Progress):
+    """Keeps what begins with "beware"."""
+
+    def __init__(self):
+        self.said = []
+
+    def note(self, text):
+        self.said += [text] if text.startswith("beware") else []
+
+
+@pytest.mark.parametrize("teacher", ["silu", "other", "none"])
+def test_another_teacher_than_the_source_is_noted(
+    silu_llama, relu_llama, make_model, text_file, tmp_path, teacher
+):
+    other = make_model("llama", intermediate_size=64)
+    names = {"silu": str(silu_llama), "other": str(other), "none": "none"}
+    recipe, told = small(text_file, max_steps=1, teacher=names[teacher]), Noting()
+    finetune(relu_llama, tmp_path / "out", recipe, progress=told)
+    noted = f"beware: the teacher {other} is not the model that {relu_llama} was made from"
+    assert [line[: len(noted)] for line in told.said] == [noted] * (teacher == "other")
+
+
+def test_a_teacher_is_known_by_its_id(relu_llama, silu_llama):
+    student, teacher = open_checkpoint(relu_llama), open_checkpoint(silu_llama)
+    twell = student.config["twell"] | {"source": "some/model"}
+    student = dataclasses.replace(student, config=student.config | {"twell": twell})
+    for name, is_source in ((silu_llama, True), ("some/model", True), ("another/model", False)):
+        named = dataclasses.replace(teacher, name=str(name))
+        assert may_be_source(student, named) is is_source
+    config = {k: v for k, v in student.config.items() if k != "twell"}
+    assert may_be_source(dataclasses.replace(student, config=config, name="a/b"), named)
+
+
+def test_a_model_that_no_export_takes_is_noted(make_model, text_file, tmp_path):
+    convert(make_model("falcon_h1"), tmp_path / "relu")
+    told = Noting()
+    finetune(
+        tmp_path / "relu", tmp_path / "out", small(text_file, max_steps=1, teacher="none"),
+        progress=told,
+    )  # fmt: skip
+    (said,) = told.said
+    assert "uses hidden_act outside of its FFNs" in said
+    assert said.endswith("it cannot be exported")

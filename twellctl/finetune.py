@@ -28,7 +28,14 @@ from twellctl.files.strict_json import json_text
 from twellctl.models.card import write_card
 from twellctl.models.carried import METRICS_FILE, copy_side_files, write_config
 from twellctl.models.checkpoint import REPORT_FILE, Checkpoint, open_checkpoint
-from twellctl.models.loading import as_stored, load_tokenizer, quiet_compiler, quiet_transformers
+from twellctl.models.exportable import why_unexportable
+from twellctl.models.loading import (
+    as_stored,
+    load_tokenizer,
+    quiet_compiler,
+    quiet_transformers,
+    skeleton,
+)
 from twellctl.report.notebook import Shown
 from twellctl.training import processes, runs
 from twellctl.training.build import build_trainer, for_model, micro_batch
@@ -48,7 +55,7 @@ from twellctl.training.recipe import (
 from twellctl.training.recipe import settings as settings_of
 from twellctl.training.sharded_weights import write_sharded
 from twellctl.training.sparsity_callback import NoStepLeft, SparsityCallback
-from twellctl.training.teacher import Teacher, answers_of_run, choose_teacher
+from twellctl.training.teacher import Teacher, answers_of_run, choose_teacher, may_be_source
 from twellctl.training.termination import answered
 from twellctl.training.trainer import SparseTrainer
 
@@ -151,6 +158,14 @@ def _finetune(
     if how["resume"]:
         processes.in_all(lambda: runs.check_began_with(run, checkpoint.origin))
     teacher = choose_teacher(checkpoint, recipe)
+    if why := why_unexportable(checkpoint, skeleton(checkpoint)):
+        progress.note(f"beware: {why}")
+    taught_by = teacher.checkpoint if teacher else checkpoint
+    if taught_by is not checkpoint and not may_be_source(checkpoint, taught_by):
+        progress.note(
+            f"beware: the teacher {taught_by.name} is not the model that {checkpoint.name} was "
+            "made from, and what it answers is what is learnt"
+        )
     tokenizer = load_tokenizer(checkpoint)
     micro_batch(recipe, world.num_processes)
     runs.check_alike(checkpoint, recipe)

@@ -2,7 +2,7 @@
 
 The Twell FFN and a fit know `down(act(gate(x)) * up(x))` and no more. A family that scales the
 gate, or puts a norm before `down`, would lose that without a word: so its FFN is tried, tiny,
-before an export and before a fit.
+before an export and before a fit; fine-tuning only says so.
 """
 
 import copy
@@ -38,19 +38,28 @@ def exportable_skeleton(checkpoint: Checkpoint, done: str = "exported") -> PreTr
             "know as a causal language model: pip install -U transformers"
         )
     model = skeleton(checkpoint)
-    ffns = gated_ffns(model)
+    if why := why_unexportable(checkpoint, model, done):
+        raise TwellError(why)
+    return model
+
+
+def why_unexportable(
+    checkpoint: Checkpoint, model: PreTrainedModel, done: str = "exported"
+) -> str | None:
+    """Why the ReLU `model` of a checkpoint, on any device, cannot run over TwELL; None: it can."""
+    name, ffns = f"{checkpoint.name} ({type(model).__name__})", gated_ffns(model)
     if len(ffns) != checkpoint.ffn.num_layers or not is_plain_ffn(ffns[0]):
-        raise TwellError(
-            f"{name} ({type(model).__name__}) has FFNs that compute more than "
-            f"down(act(gate) * up), which would be left out: it cannot be {done}"
+        return (
+            f"{name} has FFNs that compute more than down(act(gate) * up), which would be left "
+            f"out: it cannot be {done}"
         )
     of_ffns = {id(m) for ffn in ffns for m in (ffn, activation_of(ffn))}
     if any(_has_relu(m) and id(m) not in of_ffns for m in model.modules()):
-        raise TwellError(
-            f"{name} ({type(model).__name__}) uses {checkpoint.activation_key} outside of its "
-            f"FFNs, too, where another activation would do harm: it cannot be {done}"
+        return (
+            f"{name} uses {checkpoint.activation_key} outside of its FFNs, too, where another "
+            f"activation would do harm: it cannot be {done}"
         )
-    return model
+    return None
 
 
 def _has_relu(module: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """The model that fine-tuning distils from: which one, that it fits, how alike a run answers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,6 +58,13 @@ def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
             "MODEL, to learn from it, or give --teacher none"
         )
     return _checked(student, open_checkpoint(student.twell["source"]))
+
+
+def may_be_source(student: Checkpoint, teacher: Checkpoint) -> bool:
+    """Whether `student` may have been made from it, as far as its config.json says."""
+    ids = {student.twell.get("source"), teacher.hub_id} - {None}
+    made_from = replace(student.ffn, intermediate_size=student.own_neurons)
+    return "twell" not in student.config or (len(ids) < 2 and teacher.ffn == made_from)
 
 
 def _checked(student: Checkpoint, teacher: Checkpoint) -> Teacher:
