@@ -296,13 +296,15 @@ def test_another_teacher_than_the_source_is_noted(
     assert [line[: len(noted)] for line in told.said] == [noted] * (teacher == "other")
 
 
-def test_a_teacher_is_known_by_its_id(relu_llama, silu_llama):
+def test_a_teacher_is_known_by_its_id_and_family(relu_llama, silu_llama):
     student, teacher = open_checkpoint(relu_llama), open_checkpoint(silu_llama)
     twell = student.config["twell"] | {"source": "some/model"}
     student = dataclasses.replace(student, config=student.config | {"twell": twell})
     for name, is_source in ((silu_llama, True), ("some/model", True), ("another/model", False)):
         named = dataclasses.replace(teacher, name=str(name))
         assert may_be_source(student, named) is is_source
+    other = dataclasses.replace(teacher, config=teacher.config | {"model_type": "qwen2"})
+    assert not may_be_source(student, other)
     config = {k: v for k, v in student.config.items() if k != "twell"}
     assert may_be_source(dataclasses.replace(student, config=config, name="a/b"), named)
 

@@ -63,8 +63,9 @@ def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
 def may_be_source(student: Checkpoint, teacher: Checkpoint) -> bool:
     """Whether `student` may have been made from it, as far as its config.json says."""
     ids = {student.twell.get("source"), teacher.hub_id} - {None}
-    made_from = replace(student.ffn, intermediate_size=student.own_neurons)
-    return "twell" not in student.config or (len(ids) < 2 and teacher.ffn == made_from)
+    kinds = {model.config["model_type"] for model in (student, teacher)}
+    ffns = {teacher.ffn, replace(student.ffn, intermediate_size=student.own_neurons)}
+    return "twell" not in student.config or all(len(found) < 2 for found in (ids, kinds, ffns))
 
 
 def _checked(student: Checkpoint, teacher: Checkpoint) -> Teacher:
