@@ -183,7 +183,7 @@ def test_a_density_above_what_relu_lets_through_shifts_nothing(fitted):
 
 
 def test_two_runs_and_one_that_was_killed_give_the_same_bits(
-    fitted, make_model, text_file, tmp_path, capsys
+    fitted, make_model, text_file, tmp_path, capsys, monkeypatch
 ):
     _, out, _ = fitted(steps=5, step_tokens=64)
     source = make_model("llama")
@@ -191,12 +191,22 @@ def test_two_runs_and_one_that_was_killed_give_the_same_bits(
     class Killed(BaseException):
         pass
 
-    def told(done, total, differ, left):
-        raise Killed
+    said = []
+
+    def told(*how_far):
+        said.append(how_far)
+        if len(said) == 2:
+            raise Killed
 
     how = QUICK | {"data": (str(text_file),), "steps": 5, "step_tokens": 64}  # as flags come
     with pytest.raises(Killed):
         convert(source, tmp_path / "out", told=told, **how)
+    (*first, left), (done, *_) = said
+    assert (first, done) == ([0, 2, 0.0], 1)  # on a CPU with a guess before the first layer
+    assert 0 < left < 60
+    monkeypatch.setattr(screen.ui, "doing", said.append)
+    screen.fitting(0, 2, 0.0, 300.0)
+    assert said[-1] == "fitting the first layer of 2, by a guess 5 min 00 s left"
     assert (tmp_path / "out.run" / "layer-000.safetensors").is_file()
     assert not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match="other settings"):
@@ -317,7 +327,7 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, 
             assert kept not in err
     for stop, code, said in ((interrupt, 130, [kept, "error: interrupted"]), (end, 143, [kept])):
         with monkeypatch.context() as patch:
-            patch.setattr(screen, "fitting", stop)
+            patch.setattr(screen, "fitting", lambda done, *far, stop=stop: done and stop(*far))
             anew = cli("convert", source, out, *words, "--overwrite")
             status, _, err = cli("convert", source, out, *words)
         assert (status, err[-len(said) :]) == (code, said)

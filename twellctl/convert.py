@@ -63,7 +63,8 @@ def convert(
 
     `settings` are the fields of `Fit`. With `data`, the model is fitted. Repeat the call to
     continue after an interruption. Under torchrun, all processes share the text. Without `data`,
-    the weight files are copied. The result loads with plain
+    the weight files are copied. `told` gets (layers fitted, of, how far hidden states differ,
+    seconds left) after each layer, on a CPU also before the first. The result loads with plain
     `AutoModelForCausalLM.from_pretrained(out)`. Raises `TwellError`.
     """
     out, fit = from_home(out), chosen(Fit, settings)
@@ -90,7 +91,7 @@ def _fitted(
     import torch
     from accelerate import PartialState
 
-    from twellctl.fitting.plan import require_room
+    from twellctl.fitting.plan import plan_of, require_room
     from twellctl.fitting.run import drop_run, fit_weights, fitted_tensors, prepare_fit
     from twellctl.models.shard_writer import write_shards
     from twellctl.training.processes import in_all, in_the_first
@@ -106,6 +107,8 @@ def _fitted(
         goes_on = prepare_fit(run, checkpoint, fit, world, overwrite=overwrite)
         world.wait_for_everyone()
         doing(f"going on with the layers in {run}" if goes_on else "fitting the first layer")
+        if not goes_on and world.device.type == "cpu":  # where a layer can take an hour
+            told(0, checkpoint.ffn.num_layers, 0.0, plan_of(checkpoint, fit).seconds)
         try:
             fitted = fit_weights(checkpoint, run, fit, world, told)
         except torch.OutOfMemoryError as error:

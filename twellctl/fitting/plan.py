@@ -21,7 +21,8 @@ from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, gpu_memory, stored_dtypes
 from twellctl.settings import chosen
 
-OVERHEAD = 2.2  # over the time of products, on an H200 (7 layers of 1.5B, a million tokens)
+# over the time of products: on an H200 (7 layers of 1.5B, a million tokens), on two cores (29M)
+OVERHEAD = {"cuda": 2.2, "cpu": 1.5}
 LOGITS = 5  # tensors of their size that are held at the end
 PROBE = {"cuda": 8192, "cpu": 1024}  # rows and columns of the products that are timed
 TRIED = 1.1  # of the memory that is free, what a fit may be thought to take: the count is not exact
@@ -64,7 +65,11 @@ def plan(model: str | Path, *, revision: str | None = None, **settings: Any) -> 
     fit = chosen(Fit, settings)
     if not fit.data:
         raise UsageError("nothing is fitted without text: give --data FILE")
-    checkpoint = open_source(model, revision, fit)
+    return plan_of(open_source(model, revision, fit), fit)
+
+
+def plan_of(checkpoint: Checkpoint, fit: Fit) -> Plan:
+    """Of fitting a model that is open."""
     shape = shape_of(checkpoint)
     device = default_device()
     rates = _rate(device, torch.bfloat16), _rate(device, torch.float32)
@@ -151,7 +156,7 @@ def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, fl
         hidden_size=K,
         intermediate_size=N,
         map_neurons=rank,
-        seconds=OVERHEAD * shape.num_layers * seconds,
+        seconds=OVERHEAD[device.type] * shape.num_layers * seconds,
         bytes=taken,
         host_bytes=host if on_gpu else host + taken,
         device=torch.cuda.get_device_name(device) if on_gpu else "the CPU",

@@ -9,11 +9,10 @@ from twellctl.screens.measure import of_own
 
 
 def fitting(done: int, total: int, differ: float, left: float) -> None:
-    """How far a fit has come, after each layer."""
-    ui.doing(
-        f"layer {done} of {total} fitted, hidden states differ by {differ:.3f}, "
-        f"{ui.duration(left)} left"
-    )
+    """How far a fit has come, after each layer; on a CPU before the first, too."""
+    far = f"layer {done} of {total} fitted, hidden states differ by {differ:.3f}, "
+    about = f"fitting the first layer of {total}, by a guess "
+    ui.doing(f"{far if done else about}{ui.duration(left)} left")
 
 
 def converted(done: Any, model: str) -> None:
