@@ -137,12 +137,10 @@ def test_broken_config(model, refused, content, words):
 @pytest.mark.parametrize(
     ("file", "format"),
     [
-        ("pytorch_model.bin", ".bin"),
-        ("model.pth", ".pth"),
-        ("tf_model.h5", ".h5"),
+        ("pytorch_model.bin", ".bin"), ("model.pth", ".pth"), ("tf_model.h5", ".h5"),
         ("a.gguf", ".gguf"),
     ],
-)
+)  # fmt: skip
 def test_other_weight_formats(model, refused, file, format, with_config):
     for path in model.glob("*.safetensors*"):
         path.unlink()

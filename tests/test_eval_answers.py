@@ -106,17 +106,14 @@ def test_prompts_come_out_of_chats(tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("match", "answer", "text", "is_right"),
     [
-        ("exact", "yes", " yes\n", True),
-        ("exact", "yes", "yes.", False),
+        ("exact", "yes", " yes\n", True), ("exact", "yes", "yes.", False),
         ("number", "1,200", "It is 7 times 3, so 1200.", True),
-        ("number", "-0.5", "x = -0.50", True),
-        ("number", "4", "None.", False),
+        ("number", "-0.5", "x = -0.50", True), ("number", "4", "None.", False),
         ("contains", "Paris", "The capital is Paris.", True),
-        ("contains", "Paris", "paris", False),
-        ("regex", r"^[Aa]\b", "a) because", True),
+        ("contains", "Paris", "paris", False), ("regex", r"^[Aa]\b", "a) because", True),
         ("regex", r"^[Aa]\b", "all", False),
     ],
-)
+)  # fmt: skip
 def test_what_counts_as_right(match, answer, text, is_right):
     assert questions.matches(Asked("?", answer, match), text) == is_right
 

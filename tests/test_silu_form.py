@@ -42,14 +42,10 @@ def layer(**changes: float) -> LayerProfile:
 @pytest.mark.parametrize(
     ("gate", "hidden", "sharpness", "share"),
     [
-        (0.0, 0.0, 256, 16),
-        (127.0, 2000.0, 256, 16),
-        (129.0, 2000.0, 128, 8),
-        (129.0, 2100.0, 128, 8),
-        (5.0, 2100.0, 256, 8),
-        (1e5, 1e5, 16, 1),
+        (0.0, 0.0, 256, 16), (127.0, 2000.0, 256, 16), (129.0, 2000.0, 128, 8),
+        (129.0, 2100.0, 128, 8), (5.0, 2100.0, 256, 8), (1e5, 1e5, 16, 1),
     ],
-)
+)  # fmt: skip
 def test_the_power_is_the_largest_that_leaves_room_in_fp16(gate, hidden, sharpness, share):
     layers = [layer(largest_gate=gate, largest_hidden=hidden), layer()]
     form, most = choose_form(layers, 2)

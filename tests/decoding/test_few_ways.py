@@ -82,13 +82,11 @@ def drawn(fp8: bool, bias: bool) -> FFN:
 @pytest.mark.parametrize(
     ("fp8", "hopper", "rows", "ran"),
     [
-        (False, False, M, ["few_gated", "few_linear"]),
-        (False, False, M + 1, []),
-        (True, True, M, ["few_gated", "few_linear"]),
-        (True, True, M + 1, ["ffn"]),
+        (False, False, M, ["few_gated", "few_linear"]), (False, False, M + 1, []),
+        (True, True, M, ["few_gated", "few_linear"]), (True, True, M + 1, ["ffn"]),
         (True, False, M + 1, ["few_gated", "few_linear"]),
     ],
-)
+)  # fmt: skip
 def test_the_ffn_by_columns(taken, monkeypatch, fp8, hopper, rows, ran, bias, residual):
     monkeypatch.setattr(few_ways, "takes_hopper_kernels", lambda index: hopper)
     ffn, x = drawn(fp8, bias), torch.randn(rows, K)
@@ -112,13 +110,11 @@ def test_the_ffn_with_w_down_as_it_lies(taken, rows):
 @pytest.mark.parametrize(
     ("fp8", "hopper", "rows", "ran"),
     [
-        (False, False, M, ["few_linear"]),
-        (False, False, M + 1, []),
-        (True, True, M, ["few_linear"]),
-        (True, True, M + 1, ["linear"]),
+        (False, False, M, ["few_linear"]), (False, False, M + 1, []),
+        (True, True, M, ["few_linear"]), (True, True, M + 1, ["linear"]),
         (True, False, M + 1, ["few_linear"]),
     ],
-)
+)  # fmt: skip
 def test_a_linear_layer(taken, monkeypatch, fp8, hopper, rows, ran):
     monkeypatch.setattr(few_ways, "takes_hopper_kernels", lambda index: hopper)
     ffn, x, before = drawn(fp8, True), torch.randn(rows, K), torch.randn(rows, N)

@@ -51,11 +51,9 @@ CHAT_ERRORS = [
     ({"stream": True, "extra_body": {"twell_densities": 1}}, "twell_densities"),
 ]
 COMPLETION_ERRORS = [
-    *cases(COMPLETION, COMPLETION_MORE),
-    ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens"),
-    ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
-    ({"echo": True, "presence_penalty": 1}, "echo"),
-]
+    *cases(COMPLETION, COMPLETION_MORE), ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens"),
+    ({"prompt": ["a"] * 65, "n": 2}, "prompt"), ({"echo": True, "presence_penalty": 1}, "echo"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
