@@ -40,6 +40,10 @@ class Page:
         """The line under the last answer, once it is there."""
         return self.until(lambda: self.all(".message:last-child .told"))[0].text
 
+    def ask(self, text: str) -> str:
+        self.say(text)
+        return self.done()
+
     def bars(self) -> list[float]:
         script = "return [...document.querySelectorAll('.bar')].map(b => b.offsetHeight)"
         return self.run(script)

@@ -20,9 +20,7 @@ CONFIG = struct.Struct("@7I P P I 4x")
 # an id, padding up to 8 bytes, a union of 64 bytes that begins with the one int that is used
 ATTRIBUTE = struct.Struct("@i 4x i 60x")
 COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
-ANSWER = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-)
+ANSWER = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
 
 class Driver:
@@ -34,19 +32,13 @@ class Driver:
 
     def launch(self, config: int, function: int, values: int, extra: int | None) -> int:
         *sizes, stream, attributes, num = CONFIG.unpack(ctypes.string_at(config, CONFIG.size))
-        pointers = struct.unpack(
-            f"@{len(self.formats)}P", ctypes.string_at(values, 8 * len(self.formats))
-        )
+        count = len(self.formats)
+        pointers = struct.unpack(f"@{count}P", ctypes.string_at(values, 8 * count))
         args = [
             struct.unpack(kind, ctypes.string_at(at, struct.calcsize(kind)))[0]
             for kind, at in zip(self.formats, pointers, strict=True)
         ]
-        each = [
-            ATTRIBUTE.unpack_from(
-                ctypes.string_at(attributes, num * ATTRIBUTE.size), i * ATTRIBUTE.size
-            )
-            for i in range(num)
-        ]
+        each = [*ATTRIBUTE.iter_unpack(ctypes.string_at(attributes, num * ATTRIBUTE.size))]
         self.calls.append((sizes, stream, each, function, args, extra))
         return self.answer
 
@@ -134,23 +126,20 @@ def test_what_is_no_argument_is_refused(driver):
         start(1, (3,), 64, (2**31,), 0, 0)
 
 
-def test_threads_do_not_meet(driver):
+def test_threads_do_not_meet(driver, monkeypatch):
     """Each has arguments of its own, also while another is in the midst of a launch."""
     made, inner = driver("i"), []
-    launch = made.launch
 
     def meanwhile(*call):
         if not inner:
             inner.append(threading.Thread(target=start, args=(1, (2,), 64, (8,), 0, 0)))
             inner[0].start()
             inner[0].join()
-        return launch(*call)
+        return made.launch(*call)
 
-    made.launch = meanwhile
-    called = ANSWER(lambda *call: made.launch(*call))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(twell_launch, "_launch_kernel", lambda: called)
-        start(1, (1,), 64, (7,), 0, 0)
+    called = ANSWER(meanwhile)
+    monkeypatch.setattr(twell_launch, "_launch_kernel", lambda: called)
+    start(1, (1,), 64, (7,), 0, 0)
     assert [(sizes[0], found) for sizes, *_, found, _ in made.calls] == [(2, [8]), (1, [7])]
 
 
@@ -207,9 +196,7 @@ def test_who_may_start_early(monkeypatch, capability, overlap, started, current)
     calls, entered = [], []
     limits = Limits(132, 232448, capability)
     monkeypatch.setattr(twell_launch, "device_limits", lambda index: limits)
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda index: 500 + index, raising=False
-    )
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 500 + i, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda i: entered.append(i) or nullcontext())
     monkeypatch.setattr(twell_launch, "start", lambda *args, **how: calls.append((*args, how)))

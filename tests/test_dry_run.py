@@ -29,12 +29,10 @@ from twellctl.training.runs import last_checkpoint
 from twellctl.training.trainer import SparseTrainer
 
 
-def test_it_measures_and_writes_nothing(cli, relu_llama, text_file, tmp_path):
-    words = ("--dry-run", f"--data={text_file}", "--seq-len=32", "--batch-size=4")
-    words += ("--max-steps=5000",)
-    code, stdout, _ = cli("finetune", relu_llama, tmp_path / "out", *words, "--micro-batch-size=2")
-    stdout = stdout.splitlines()
-    assert code == 0
+def test_it_measures_and_writes_nothing(success, relu_llama, text_file, tmp_path):
+    words = (f"--data={text_file}", "--seq-len=32", "--batch-size=4", "--micro-batch-size=2")
+    out, more = tmp_path / "out", ("--max-steps=5000", "--dry-run")
+    stdout = success("finetune", relu_llama, out, *words, *more)[0].splitlines()
     assert re.match(r"5000 steps, 640000 tokens, the text about \d+\.\d times, ", stdout[0])
     assert re.match(r"about .+ at \d+ tokens/s", stdout[1])
     peak, total = re.fullmatch(r"(\S+) of (\S+) GiB of memory", stdout[2]).groups()
@@ -86,15 +84,12 @@ def test_epochs_do_not_depend_on_what_else_a_file_holds(relu_llama, text_file, t
 def test_too_little_text_is_refused_as_by_the_run(relu_llama, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("yes and no " * 40)
-    said = []
-    for start in (
-        lambda recipe: finetune(relu_llama, tmp_path / "out", recipe),
-        lambda recipe: dry_run(relu_llama, recipe),
-    ):
-        with pytest.raises(TwellError, match="fewer than one batch of 24") as error:
-            start(small(file, batch_size=24))
-        said.append(str(error.value))
-    assert said[0] == said[1]
+    recipe = small(file, batch_size=24)
+    with pytest.raises(TwellError, match="fewer than one batch of 24") as by_the_run:
+        finetune(relu_llama, tmp_path / "out", recipe)
+    with pytest.raises(TwellError) as found:
+        dry_run(relu_llama, recipe)
+    assert str(found.value) == str(by_the_run.value)
 
 
 @pytest.mark.parametrize(
@@ -171,18 +166,14 @@ def test_what_fits_in_the_end_is_measured_whole(relu_llama, text_file, monkeypat
 
 
 @pytest.mark.parametrize(("micro", "seconds"), [(8, 2), (2, 5)])
-def test_a_step_of_many_parts_has_one_optimizer_step(
-    relu_llama, text_file, monkeypatch, micro, seconds
-):
+def test_a_step_of_parts_has_one_optimizer_step(relu_llama, text_file, monkeypatch, micro, seconds):
     ticks = itertools.count()  # a second from one look at the clock to the next
     monkeypatch.setattr(module, "_now", lambda: next(ticks))
     found = dry_run(relu_llama, small(text_file, batch_size=8, micro_batch_size=micro))
     assert found.tokens_per_second == 8 * 32 / seconds
 
 
-def test_the_second_part_has_the_gradients_of_the_first_beside_it(
-    relu_llama, text_file, monkeypatch
-):
+def test_the_second_part_has_gradients_of_the_first_beside_it(relu_llama, text_file, monkeypatch):
     seen = []
 
     class Seen(module._Clock):

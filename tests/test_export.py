@@ -107,9 +107,8 @@ def test_a_class_that_knows_silu_alone_computes_the_relu_model(relu_models, expo
     wanted, found = relu(IDS).logits, stock(IDS).logits
     assert (found - wanted).norm() <= 5e-3 * wanted.norm()
     assert torch.equal(plain_relu(exports[family])(IDS).logits, wanted)
-    assert fingerprint(open_checkpoint(exports[family])) == fingerprint(
-        open_checkpoint(relu_models[family])
-    )
+    prints = [fingerprint(open_checkpoint(of[family])) for of in (exports, relu_models)]
+    assert prints[0] == prints[1]
 
 
 @torch.no_grad()
@@ -162,9 +161,7 @@ def test_built_from_a_config_it_has_the_stock_modules(exports, load_trusted):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", DIFFERENT)
-def test_loads_over_twell_without_twellctl(
-    relu_models, exports, loaded_without_twellctl, family, dtype
-):
+def test_over_twell_without_twellctl(relu_models, exports, loaded_without_twellctl, family, dtype):
     found = loaded_without_twellctl[family, dtype]
     model = AutoModelForCausalLM.from_pretrained(relu_models[family], dtype=dtype)
     assert found["class"] == f"Twell{type(model).__name__}"
@@ -225,9 +222,6 @@ def test_refusals_leave_nothing(relu_llama, silu_llama, make_model, text_file, t
     save_profile(of_other, tmp_path / "profile.json")
     out = tmp_path / "out"
     with pytest.raises(TwellError, match=r"profile.json is for another model \(.*other\)"):
-        export(relu_llama, out, profile=tmp_path / "profile.json")
-    (tmp_path / "profile.json").write_text('{"schema_version": 7}')
-    with pytest.raises(TwellError, match="schema_version 7, this twellctl reads 1"):
         export(relu_llama, out, profile=tmp_path / "profile.json")
     with pytest.raises(TwellError, match="cannot be read"):
         export(relu_llama, out, profile=tmp_path / "none.json")
@@ -328,9 +322,8 @@ def test_device_maps(exported, load_trusted, device_map):
 def test_weights_offloaded_to_disk(exported, load_trusted, tmp_path):
     layers = {f"model.layers.{i}": "disk" if i else "cpu" for i in range(2)}
     parts = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
-    model = load_trusted(
-        exported, device_map=layers | dict.fromkeys(parts, "cpu"), offload_folder=tmp_path / "off"
-    )
+    where = layers | dict.fromkeys(parts, "cpu")
+    model = load_trusted(exported, device_map=where, offload_folder=tmp_path / "off")
     wanted = plain_relu(exported)(IDS).logits
     torch.testing.assert_close(model(IDS).logits, wanted, rtol=0, atol=1e-4)
 

@@ -19,7 +19,6 @@ from twellctl.convert import convert
 from twellctl.doctor import doctor
 from twellctl.errors import TwellError
 from twellctl.export import export
-from twellctl.firing.profiled import save_profile
 from twellctl.generate import generate
 from twellctl.models import shard_writer
 from twellctl.models.checkpoint import open_checkpoint
@@ -137,9 +136,7 @@ def test_what_is_saved_again_is_the_same_export(exports, loaded_alone, family):
     was, now = tensors_of(exports[family]), tensors_of(saved)
     assert set(was) == set(now)
     assert all(torch.equal(was[n].view(torch.uint8), now[n].view(torch.uint8)) for n in was)
-    configs = [
-        json.loads((folder / "config.json").read_text()) for folder in (saved, exports[family])
-    ]
+    configs = [json.loads((f / "config.json").read_text()) for f in (saved, exports[family])]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
     assert open_checkpoint(saved).is_fp8
     manifest = json.loads((saved / "twell_manifest.json").read_text())
@@ -176,11 +173,9 @@ def test_a_body_and_a_head_of_one_weight(make_model, tmp_path):
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("source", ["one file", "many"])
-def test_weights_are_cut_by_what_they_are_now(make_model, tmp_path, monkeypatch, source):
-    convert(
-        make_model("llama", shard_size="5GB" if source == "one file" else "30KB"), tmp_path / "relu"
-    )
+@pytest.mark.parametrize("shard_size", ["5GB", "30KB"], ids=["one file", "many"])
+def test_weights_are_cut_by_what_they_are_now(make_model, tmp_path, monkeypatch, shard_size):
+    convert(make_model("llama", shard_size=shard_size), tmp_path / "relu")
     export(tmp_path / "relu", tmp_path / "whole", quantize="fp8")
     monkeypatch.setattr(shard_writer, "SHARD_BYTES", 40_000)
     export(tmp_path / "relu", tmp_path / "cut", quantize="fp8")
@@ -219,10 +214,7 @@ def test_a_server_serves_it_and_says_what_it_is(exported):
 
 def test_a_profile_of_the_model_goes_along(relu_models, text_file, tmp_path):
     found = profile(relu_models["qwen2"], [str(text_file)], windows=2, seq_len=32)
-    save_profile(found, tmp_path / "profile.json")
-    export(
-        relu_models["qwen2"], tmp_path / "out", profile=tmp_path / "profile.json", quantize="fp8"
-    )
+    export(relu_models["qwen2"], tmp_path / "out", profile=found, quantize="fp8")
     twell = open_checkpoint(tmp_path / "out").twell
     assert twell["densities"] == [round(layer.density, 6) for layer in found.layers]
     card = (tmp_path / "out/README.md").read_text()

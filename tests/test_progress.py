@@ -110,12 +110,6 @@ def test_a_terminal_shows_each_step_and_keeps_what_was_held_out(
 # ---- advice
 
 
-@pytest.fixture(autouse=True)
-def of_a_usual_size(monkeypatch):
-    """The profiles' layers of 1000 neurons shall not count as small."""
-    monkeypatch.setattr(advice, "SMALL", 1000)
-
-
 @pytest.mark.parametrize(
     ("density", "sentence"),
     [
@@ -126,15 +120,14 @@ def of_a_usual_size(monkeypatch):
     ],
 )
 def test_of_a_profile(density, sentence):
-    assert sentence in advice.of_profile(SimpleNamespace(density=density, intermediate_size=1000))
+    assert sentence in advice.of_profile(SimpleNamespace(density=density, intermediate_size=2048))
 
 
 @pytest.mark.parametrize(("density", "prompts"), [(0.01, "few enough"), (0.03, "many")])
-def test_small_layers_promise_no_decoding(monkeypatch, density, prompts):
-    monkeypatch.setattr(advice, "SMALL", 1001)
-    said = advice.of_profile(SimpleNamespace(density=density, intermediate_size=1000))
+def test_small_layers_promise_no_decoding(density, prompts):
+    said = advice.of_profile(SimpleNamespace(density=density, intermediate_size=2047))
     assert f"of the neurons fire: {prompts} for long prompts. " in said
-    assert "Layers of 1000 neurons are small, and may decode no faster: bench decode says." in said
+    assert "Layers of 2047 neurons are small, and may decode no faster: bench decode says." in said
 
 
 def test_of_a_run():

@@ -121,9 +121,8 @@ def test_all_errors_at_once(write):
     for key in ("l1 must", "seq-len must", "unknown key shuffle", "batch-size", "density"):
         assert key in text
     text = refusal(UsageError, None, batch_size=0, density=2.0)
-    assert (
-        text == "batch-size must be >= 1, got 0; density must be > 0 and < 1 (2 % is 0.02), got 2.0"
-    )
+    wrong = "batch-size must be >= 1, got 0", "density must be > 0 and < 1 (2 % is 0.02), got 2.0"
+    assert text == "; ".join(wrong)
 
 
 def test_settings_that_exclude_each_other(write):
@@ -212,12 +211,9 @@ class One:
         ({"sizes": (8, 0)}, "size must be >= 8, got 0"),
         ({"sizes": (8, "16")}, "size must be a number, got '16'"),
         ({"share": 1}, "share must be > 0 and < 1, got 1"),
-        ({"share": float("nan")}, "share must be finite, got nan"),
         ({"modes": ("d",)}, "mode must be a, b or c, got 'd'"),
-        ({"fast": 1}, "fast must be true or false, got 1"),
-        ({"seed": 1.5}, "seed must be a whole number, got 1.5"),
     ],
-)  # fmt: skip
+)
 def test_the_first_wrong_value_is_named(given, sentence):
     with pytest.raises(UsageError, match=sentence):
         refuse_wrong(One(**given))

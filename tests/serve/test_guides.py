@@ -58,16 +58,13 @@ def test_an_object_of_any_kind_and_the_form_of_responses(client):
     assert follows(made.output_text)
 
 
-@pytest.mark.parametrize(
-    ("schema", "said"),
-    [({"type": "strange"}, "response_format: "), ({"$ref": "#/nowhere"}, "response_format: ")],
-)
-def test_a_schema_that_is_none_is_refused(client, schema, said):
+@pytest.mark.parametrize("schema", [{"type": "strange"}, {"$ref": "#/nowhere"}])
+def test_a_schema_that_is_none_is_refused(client, schema):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, response_format=form)
     assert refused.value.body["code"] == "json_schema"
-    assert refused.value.body["message"].startswith(said)
+    assert refused.value.body["message"].startswith("response_format: ")
     assert complete(client, max_tokens=1).choices  # the server goes on
 
 

@@ -68,14 +68,12 @@ def test_the_conversation_goes_on_and_begins_anew(open_page, tokenizer, seen):
         page["system"].send_keys("Be brief.")
         page["temperature"].clear()
         page["temperature"].send_keys("0")
-        page.say("One?")
-        page.done()
+        page.ask("One?")
         page.say("Two?")
         page.until(lambda: len(page.all(".told")) == 2)
         page["fresh"].click()
         assert page.all(".message") == []
-        page.say("Three?")
-        page.done()
+        page.ask("Three?")
     told = [[(message["role"], message["content"]) for message in messages] for messages in seen]
     system, one, yes = ("system", "Be brief."), ("user", "One?"), ("assistant", "Yes.")
     assert told == [
@@ -127,8 +125,7 @@ def test_a_chat_outlives_a_reload_and_can_be_cleared(open_page, tokenizer, seen)
         page["open"].click()
         page["temperature"].clear()
         page["temperature"].send_keys("0")
-        page.say("One?")
-        told = page.done()
+        told = page.ask("One?")
         bars = page.until(page.bars)
         page.driver.refresh()
         assert page.done() == told
@@ -161,8 +158,7 @@ def test_a_reload_within_an_answer_keeps_what_was_there(open_page, tokenizer):
 
 def test_a_chat_with_another_model_is_not_taken_up(open_page, tokenizer):
     with open_page(speaking(tokenizer)) as page:
-        page.say("One?")
-        page.done()
+        page.ask("One?")
         page.run("model.id = 'another'")  # what is kept as the page goes
         page.driver.refresh()
         page.until(lambda: page["model"].text == "model")
@@ -177,16 +173,14 @@ def test_what_was_kept_and_makes_no_sense_is_forgotten(open_page, tokenizer):
             page.driver.refresh()
             page.until(lambda: page["model"].text == "model")
             assert page.all(".message") == []
-        page.say("Hello.")
-        page.done()
+        page.ask("Hello.")
         assert page.answer() == TEXT
         assert page.complaints() == []
 
 
 def test_a_chat_too_long_to_keep_is_kept_without_its_densities(open_page, tokenizer):
     with open_page(speaking(tokenizer)) as page:
-        page.say("One?")
-        page.done()
+        page.ask("One?")
         kept = page.run(
             "turns[0].answer.pieces[0].densities = [Array(1_000_000).fill(0.12345)]; save();"
             "return sessionStorage.getItem(CHAT)"
@@ -204,8 +198,7 @@ def test_the_settings_reach_the_engine(open_page, tokenizer):
         for name, value in {"temperature": "0.5", "top-p": "0.25", "seed": "7"}.items():
             page[name].clear()
             page[name].send_keys(value)
-        page.say("One?")
-        page.done()
+        page.ask("One?")
         page["seed"].clear()
         page.say("Two?")
         page.until(lambda: len(page.all(".told")) == 2)
@@ -285,8 +278,7 @@ def test_a_wrong_key_is_told_and_a_right_one_helps(open_page, tokenizer):
         page["key"].send_keys("geheim" + Keys.TAB)
         page.until(lambda: page["model"].text == "model")
         assert not page["error"].is_displayed()
-        page.say("Hello.")
-        page.done()
+        page.ask("Hello.")
         assert page.answer() == TEXT
         page.driver.refresh()  # the session keeps it
         page.until(lambda: page["model"].text == "model")
@@ -301,8 +293,7 @@ def test_an_error_gives_the_text_back(open_page, tokenizer):
         assert page["prompt"].get_attribute("value") == "x" * 600
         assert page.all(".message") == []
         page["prompt"].clear()
-        page.say("Hello.")
-        page.done()
+        page.ask("Hello.")
         assert not page["error"].is_displayed()
 
 
@@ -310,8 +301,7 @@ def test_a_model_without_a_chat_template_goes_on_from_text(open_page, tokenizer,
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with open_page(speaking(tokenizer, " end.")) as page:
         page.until(lambda: page["prompt"].get_attribute("placeholder").startswith("Text for"))
-        page.say("The")
-        page.done()
+        page.ask("The")
         assert page.answer() == " end."
         assert page.bars()
         page["open"].click()
@@ -322,8 +312,7 @@ def test_a_model_without_a_chat_template_goes_on_from_text(open_page, tokenizer,
 def test_pointing_at_a_token_shows_its_densities(open_page, tokenizer):
     engine = speaking(tokenizer)
     with open_page(engine) as page:
-        page.say("Hello.")
-        page.done()
+        page.ask("Hello.")
         last = len(engine.tokens) - 1
         title = "return document.querySelectorAll('.layer')[2].title"
         page.until(lambda: page["which"].text.startswith(f"token {last} of {last}"))
@@ -348,9 +337,8 @@ def test_pointing_at_a_token_shows_its_densities(open_page, tokenizer):
 def test_its_policy_names_its_script_and_style_alone(tokenizer):
     with serving(tokenizer, Scripted([5])) as client:
         answer = get(client, "/")
-    policy = dict(
-        part.strip().split(" ", 1) for part in answer.headers["Content-Security-Policy"].split(";")
-    )
+    parts = answer.headers["Content-Security-Policy"].split(";")
+    policy = dict(part.strip().split(" ", 1) for part in parts)
     assert policy["default-src"] == "'none'"
     for directive in ("script-src", "style-src"):
         assert re.fullmatch(r"'sha256-[A-Za-z0-9+/]{43}='", policy[directive])

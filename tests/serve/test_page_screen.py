@@ -18,8 +18,7 @@ class Uneven(Scripted):
 
 def test_three_per_cent_are_seen_beside_a_layer_that_is_nearly_full(open_page, tokenizer):
     with open_page(Uneven([*tokenizer.encode("Yes, they are."), 0])) as page:
-        page.say("Are they seen?")
-        page.done()
+        page.ask("Are they seen?")
         full, little, some = page.until(page.bars)
         height = page["bars"].size["height"]
         assert 0.4 * height < some < 0.6 * height
@@ -35,8 +34,7 @@ def test_the_strip_tells_little_from_some_and_much(open_page, tokenizer, scheme)
         open_page(Uneven([*tokenizer.encode("Yes, they are."), 0])) as page,
         page.seen_on(1280, 800, scheme),
     ):
-        page.say("Are they seen?")
-        page.done()
+        page.ask("Are they seen?")
         page.until(page.bars)
         much, little, some = page.run(
             "return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => {"
@@ -54,8 +52,7 @@ def test_a_phone_shows_a_chart_once_there_is_something_in_it(open_page, tokenize
         page.until(lambda: page["model"].text == "model")
         assert not page["bars"].is_displayed()
         assert page["firing"].size["height"] < 70
-        page.say("Hello.")
-        page.done()
+        page.ask("Hello.")
         page.until(page.bars)
         assert page["bars"].is_displayed()
         assert page["firing"].size["height"] < 844 / 4
@@ -72,8 +69,7 @@ def test_a_phone_shows_a_chart_once_there_is_something_in_it(open_page, tokenize
 def test_it_fits_and_can_be_read(open_page, tokenizer, width, scheme):
     with open_page(speaking(tokenizer)) as page, page.seen_on(width, 640, scheme):
         page["open"].click()
-        page.say("Hello.")
-        page.done()
+        page.ask("Hello.")
         page.until(page.bars)
         assert page.run("return document.scrollingElement.scrollWidth") <= width
         for name in ("prompt", "send", "strip", "bars", "fresh", "open", "top-p", "seed"):
