@@ -37,15 +37,12 @@ def test_what_can_be_run_is_measured():
         for form in point["forms"].values():
             assert form["steps"] == 12
             assert form["ms_p10"] <= form["ms"] <= form["ms_p90"]
-            assert form["steps_per_second"] == pytest.approx(1000 / form["ms"])
-            assert form["tokens_per_second"] == pytest.approx(
-                point["batch"] * form["steps_per_second"]
-            )
+            rate = form["steps_per_second"]
+            assert rate == pytest.approx(1000 / form["ms"])
+            assert form["tokens_per_second"] == pytest.approx(point["batch"] * rate)
             assert form["density"] == pytest.approx(0.02, rel=0.5)
             assert 0 <= form["shortfall"] < 0.1
-            assert form["of_floor"] == pytest.approx(
-                form["steps_per_second"] / form["floor_steps_per_second"]
-            )
+            assert form["of_floor"] == pytest.approx(rate / form["floor_steps_per_second"])
     (said,) = found["sentences"]
     assert said.startswith("on this CPU this model (random, 2 layers, ")
     assert said.endswith(f" in its dense form; TwELL and dense FP8 were not run: {NO_GPU}")
@@ -97,9 +94,8 @@ def test_the_shape_of_a_config_is_measured(success, family, tmp_path):
 def test_a_model_that_does_not_fit_is_told_before_it_is_made(monkeypatch):
     """The engine may hold W_down a second time."""
     monkeypatch.setattr(module, "free_memory", lambda device: 5e9)
-    with pytest.raises(
-        TwellError, match=r"Llama with 28 layers needs 8 GB, .* --layers \d or fewer"
-    ):
+    said = r"Llama with 28 layers needs 8 GB, .* --layers \d or fewer"
+    with pytest.raises(TwellError, match=said):
         bench_decode(DecodeSettings(**TINY | {"config": None}))
 
 
@@ -190,6 +186,8 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
     monkeypatch.setattr(HFDecoder, "prefill_chunk", 16)  # a prompt is read alone
     short = tmp_path / "short.txt"
     short.write_text("def f(): pass\n" * 4)
+    both = {"model": str(relu_llama), "data": (str(text_file),)}
+    many = {"batches": (64,), "densities": (0.3,)}
     for settings, sentence in [
         ({"model": str(relu_llama)}, "give --data FILE with it, or neither"),
         ({"batches": (0,)}, "batch must be >= 1 and <= 64, got 0"),
@@ -198,15 +196,9 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
         ({"new_tokens": 9}, "new-tokens must be >= 10, got 9"),
         ({"layers": 0}, "layers must be >= 1"),
         ({"new_tokens": 2500}, "must be at most 2048, the context, got 16 and 2500"),
-        (
-            {"model": str(relu_llama), "data": (str(text_file),)},
-            "config is for a random model: leave out MODEL and --data, or --config",
-        ),
+        (both, "config is for a random model: leave out MODEL and --data, or --config"),
         ({"densities": (0.0,)}, "density must be > 0"),
-        (
-            {"batches": (64,), "densities": (0.3,)},
-            "new-tokens must be more for 64 rows, of 15 steps all went together in 0",
-        ),
+        (many, "new-tokens must be more for 64 rows, of 15 steps all went together in 0"),
     ]:
         with pytest.raises(UsageError, match=sentence):
             bench_decode(DecodeSettings(**TINY | settings))
@@ -217,15 +209,13 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
     with pytest.raises(UsageError, match="must be at most 256, the context, got 16 and"):
         bench_decode(DecodeSettings(**long))
     little = real | {"data": (str(short),), "model": str(relu_llama), "batches": (64,)}
-    with pytest.raises(
-        TwellError, match=r"windows of 16 tokens, not 64: give more text, or a smaller --batch"
-    ):
+    said = "windows of 16 tokens, not 64: give more text, or a smaller --batch"
+    with pytest.raises(TwellError, match=said):
         bench_decode(DecodeSettings(**little))
 
 
 def test_without_a_gpu_only_the_cpu_is_tried(refusal, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for command in ("decode", "model"):
-        assert "torch finds none here (see twellctl doctor); --device cpu runs tiny" in refusal(
-            "bench", command
-        )
+        said = refusal("bench", command)
+        assert "torch finds none here (see twellctl doctor); --device cpu runs tiny" in said

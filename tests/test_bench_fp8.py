@@ -194,9 +194,7 @@ def test_a_rival_that_fails_is_left_out(has_fp8, both_forms, count_less, monkeyp
     assert found.to_json()["models"][0]["points"][0]["forms"]["twell"]["over_fp8"] is None
 
 
-def test_without_the_kernels_an_fp8_export_is_decoded_in_bf16(
-    success, count_less, fp8_export, text_file
-):
+def test_without_kernels_an_fp8_export_decodes_in_bf16(success, count_less, fp8_export, text_file):
     words = ("--data", text_file, "--prompt-tokens", "16", "--new-tokens", "15", "--batch", "1")
     out, _ = success("bench", "decode", fp8_export, *words, "--device", "cpu", "--json", "-")
     found = json.loads(out)

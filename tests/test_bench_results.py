@@ -21,14 +21,11 @@ def point(tokens: int, skipped: dict | None = None, **ms: float):
         name.replace("_wise", "-wise").replace("_", " ").replace("fp8", "FP8"): value
         for name, value in ms.items()
     }
+    kinds = (results.DENSE_FP8, results.DENSE, results.TWELL)
     candidates = tuple(
         results.Candidate(
             name=name,
-            kind=next(
-                kind
-                for kind in (results.DENSE_FP8, results.DENSE, results.TWELL)
-                if name.startswith(kind)
-            ),
+            kind=next(kind for kind in kinds if name.startswith(kind)),
             samples=(value / 1000, value / 1000, 1.0),
             errors={"error": 0.003, "worst_row_error": 0.004},
         )
@@ -89,9 +86,7 @@ def test_the_sentence_names_what_is_compared(large, small, said):
 
 
 def test_the_json_names_the_fastest_of_each_kind():
-    told = point(
-        8, dense_eager=3, dense_compile=1.5, **{ROWS: 0.8, TENSORS: 0.7}, twell=1
-    ).to_json()
+    told = point(8, **{EAGER: 3, COMPILED: 1.5, ROWS: 0.8, TENSORS: 0.7}, twell=1).to_json()
     assert (told["fastest_dense"], told["over_fastest_dense"]) == ("dense compile", 1.5)
     assert told["fastest_fp8"] == "dense FP8 tensor-wise"
     assert told["over_fastest_fp8"] == pytest.approx(0.7)

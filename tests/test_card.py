@@ -115,17 +115,14 @@ def test_a_fine_tuned_model_has_a_verdict_without_an_evaluation(cli, success, sp
     _, err = success("export", bare, tmp_path / "mute")
     assert err[-1].startswith(f"beware: {bare} has no tokenizer")
     _, err = success("export", sparse, tmp_path / "out")
-    assert any(
-        line.startswith("this model's answers to tasks have not been measured") for line in err
-    )
+    said = "this model's answers to tasks have not been measured"
+    assert any(line.startswith(said) for line in err)
     assert not any(line.startswith("beware") for line in err)  # as of a model only converted
     report = json.loads((sparse / "twell_finetune.json").read_text())
     section = card_of(tmp_path / "out")[1].partition("## What it writes\n\n")[2]
     assert section.startswith("No verdict: ")
-    assert (
-        f"Of {report['answers']['tokens']} tokens that the reference wrote"
-        in section.partition("\n\n")[0]
-    )
+    said = f"Of {report['answers']['tokens']} tokens that the reference wrote"
+    assert said in section.partition("\n\n")[0]
     judged = tmp_path / "eval.json"
     judged.write_text(json.dumps(evaluation(sparse)))
     code, _, err = cli("export", sparse, tmp_path / "other", "--eval", judged)

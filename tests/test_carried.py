@@ -151,9 +151,8 @@ def test_a_link_out_of_the_folder_is_refused(source, refusal, tmp_path, name):
     secret = tmp_path / "secret"
     (source / name).rename(secret)
     (source / name).symlink_to(secret)
-    assert f"{source / name} is a link to {secret}, outside its model folder" in refusal(
-        "convert", source, tmp_path / "out"
-    )
+    said = refusal("convert", source, tmp_path / "out")
+    assert f"{source / name} is a link to {secret}, outside its model folder" in said
     assert not (tmp_path / "out").exists()
 
 

@@ -156,9 +156,8 @@ def test_the_sentence_tells_ratio_and_steps():
 
 @pytest.mark.parametrize("shortfall", [0.3, float("nan")])
 def test_wrong_tokens_are_told_and_never_break_the_json(shortfall):
-    point = DecodePoint(
-        1, (decode_form("dense", 0.1), decode_form("twell", 0.1, shortfall=shortfall)), {}
-    )
+    wrong = decode_form("twell", 0.1, shortfall=shortfall)
+    point = DecodePoint(1, (decode_form("dense", 0.1), wrong), {})
     (words,) = bench(point).wrong
     assert words.startswith("twell chose a token ")
     json.dumps(bench(point).to_json())

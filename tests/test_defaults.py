@@ -183,8 +183,7 @@ def test_the_door_of_an_export_names_the_oldest_transformers_and_all_files(tmp_p
             assert f"from .{name.removesuffix('.py')} import" in door
     (tmp_path / "door.py").write_text(door)
     (tmp_path / "transformers.py").write_text("__version__ = '4.57.6'\n")
-    done = subprocess.run(
-        [sys.executable, "-c", "import door"], cwd=tmp_path, capture_output=True, text=True
-    )
+    words = [sys.executable, "-c", "import door"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert "needs transformers 5.17 or newer, this is 4.57.6: pip install -U" in last

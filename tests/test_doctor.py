@@ -72,13 +72,11 @@ def test_a_bare_machine(play, monkeypatch):
     found = {finding.name: finding for finding in doctor().machine}
     states = {name: finding.state for name, finding in found.items()}
     nothing = ("driver", "GPU", "CuPy", "NVRTC", "variables", "kernels", "vLLM")
-    assert states == dict.fromkeys(nothing, "none") | dict.fromkeys(
-        ("libraries", "cache", "works"), "ok"
-    )
+    well = ("libraries", "cache", "works")
+    assert states == dict.fromkeys(nothing, "none") | dict.fromkeys(well, "ok")
     assert f"torch {torch.__version__}" in found["libraries"].what
-    assert found["works"].what == (
-        "all commands but bench, on the CPU; exports run over TwELL in plain PyTorch"
-    )
+    works = "all commands but bench, on the CPU; exports run over TwELL in plain PyTorch"
+    assert found["works"].what == works
 
 
 @pytest.mark.parametrize(
@@ -214,9 +212,8 @@ def test_why_no_kernels_run(gpus, monkeypatch):
 def test_what_works_on_a_gpu(monkeypatch, kernels, variables, works):
     notes = []
     monkeypatch.setattr("twellctl.doctor.find_gpu", lambda driver, cuda: GPU)
-    monkeypatch.setattr(
-        "twellctl.doctor.find_kernels", lambda gpu: Finding("kernels", kernels, "as played")
-    )
+    played = Finding("kernels", kernels, "as played")
+    monkeypatch.setattr("twellctl.doctor.find_kernels", lambda gpu: played)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = doctor(note=notes.append).machine[-1]
@@ -227,9 +224,8 @@ def test_what_works_on_a_gpu(monkeypatch, kernels, variables, works):
 def test_the_cache_is_counted(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("TWELL_CACHE_DIR", str(folder))
-    assert kernels_here.find_cache().what == (
-        f"{folder}: 0 compiled kernel files, 0 measured choices of route"
-    )
+    nothing = "0 compiled kernel files, 0 measured choices of route"
+    assert kernels_here.find_cache().what == f"{folder}: {nothing}"
     assert not folder.exists()
     folder.mkdir()
     (folder / "one.cubin").write_bytes(b"")

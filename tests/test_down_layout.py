@@ -98,9 +98,8 @@ def test_saved_files_do_not_tell(load, exported, as_if_on_a_gpu, tmp_path):
     model = load()
     assert layouts(model) == {"by neurons"}
     model.save_pretrained(tmp_path / "saved")
-    (ours,), (theirs,) = (
-        list(folder.glob("*.safetensors")) for folder in (tmp_path / "saved", exported)
-    )
+    folders = tmp_path / "saved", exported
+    (ours,), (theirs,) = (list(folder.glob("*.safetensors")) for folder in folders)
     assert ours.read_bytes() == theirs.read_bytes()
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert layouts(stock) == {"by columns"}

@@ -49,7 +49,7 @@ OF_LISTS = {
         (*size, bias) for size in ((20, 264), (2, 16392)) for bias in BOTH
     ],
     "test_scaled_sums": [(*size, more) for size in ((1, 16), (3, 5632)) for more in BOTH],
-    "test_up_gives_partial_dot_products": in_turn(CASES, ((99, 1, 2), (1, 1, 1))),
+    "test_up_gives_partial_products": in_turn(CASES, ((99, 1, 2), (1, 1, 1))),
     "test_hidden_fills_the_rounds": in_turn(CASES, ((True, 3, (7, 3), 0), (True, 7, None, 64))),
     "test_down_gives_y": in_turn(CASES, ((3, True), (1, False))),
 }  # fmt: skip

@@ -80,7 +80,7 @@ def e4m3(kernels: EmulatedKernels) -> None:
     """x in e4m3, and each kernel of many tokens: rows in two panels."""
     of_lists.test_rows_are_rounded_as_the_judge_does(kernels, 70, 384, True)
     small = of_lists.CASES[1]
-    of_lists.test_up_gives_partial_dot_products(kernels, *small, 1, 1, 2)
+    of_lists.test_up_gives_partial_products(kernels, *small, 1, 1, 2)
     for how in ((3, (7, 3), 0), (2, None, 64)):
         of_lists.test_hidden_fills_the_rounds(kernels, *small, True, *how)
     of_lists.test_down_gives_y(kernels, *small, 1, True)

@@ -52,9 +52,8 @@ def test_figures_are_those_of_transformers(
     targets, score = ids[:, 1:, None], done.text.score
     assert score.tokens == targets.numel() == 8 * 31
     assert score.cross_entropy == pytest.approx(-p.gather(-1, targets).mean().item(), abs=1e-4)
-    assert score.reference_cross_entropy == pytest.approx(
-        -q.gather(-1, targets).mean().item(), abs=1e-4
-    )
+    of_reference = -q.gather(-1, targets).mean().item()
+    assert score.reference_cross_entropy == pytest.approx(of_reference, abs=1e-4)
     assert score.perplexity == pytest.approx(math.exp(score.cross_entropy))
     assert score.kl == pytest.approx((q.exp() * (q - p)).sum(-1).mean().item(), abs=1e-4)
     assert score.kl > 0.001
@@ -136,9 +135,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(make_model, text_file):
         evaluate(small, text_file, windows=2, seq_len=16)
 
 
-def test_the_command_shows_what_it_writes(
-    cli, relu_llama, silu_llama, text_file, tmp_path, no_answers
-):
+def test_the_command_shows_and_writes(cli, relu_llama, silu_llama, text_file, tmp_path, no_answers):
     words = ["eval", relu_llama, "--reference", silu_llama, "--data", text_file]
     words += ["--windows=2", "--seq-len=16"]
     file = tmp_path / "eval.json"

@@ -37,9 +37,7 @@ def test_answers_are_those_of_one_at_a_time(silu_llama, tokenizer):
     found = answers(model, tokenizer, prompts, 20)
     for prompt, answer in zip(prompts, found, strict=True):
         assert list(answer.tokens) == greedy(model, prompt, 20)
-    with pytest.raises(
-        TwellError, match=r"a prompt of 300 tokens leaves no room .* context is 256"
-    ):
+    with pytest.raises(TwellError, match=r"prompt of 300 tokens leaves no room .* context is 256"):
         answers(model, tokenizer, [[1] * 300])
 
 
@@ -180,9 +178,7 @@ def test_what_was_lost_is_counted_and_shown(cli, silu_llama, relu_llama, tmp_pat
     assert "no verdict (5 answers of " in shown[0]
 
 
-def test_the_verdict_is_of_tasks_where_there_are_enough(
-    silu_llama, relu_llama, tmp_path, monkeypatch
-):
+def test_the_verdict_is_of_tasks_if_there_are_enough(silu_llama, relu_llama, tmp_path, monkeypatch):
     scripted(monkeypatch, {"silu": ["4"] * 120, "relu": ["4"] * 90 + ["5"] * 30})
     file = jsonl(tmp_path / "sums.jsonl", [{"prompt": "2 + 2?", "answer": "4"}] * 120)
     done = evaluate(relu_llama, reference=silu_llama, tasks=file)
@@ -237,9 +233,8 @@ def test_the_verdict_agrees_with_the_runs_that_it_was_not_made_from(monkeypatch)
 
 
 def test_a_verdict_gets_worse_with_kl():
-    steps = [
-        verdict.by_answers(kl, 16, 4000, 0.9).step for kl in (0, 0.004, 0.02, 0.05, 0.12, 0.5, 9.0)
-    ]
+    growing = (0, 0.004, 0.02, 0.05, 0.12, 0.5, 9.0)
+    steps = [verdict.by_answers(kl, 16, 4000, 0.9).step for kl in growing]
     assert steps == sorted(steps)
     assert {*steps} == {0, 1, 2, 3, 4}
     assert math.isclose(verdict.kept_at(0.06), 0.8, abs_tol=0.05)

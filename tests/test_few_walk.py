@@ -119,9 +119,8 @@ def test_it_is_taken_where_few_fire_on_hopper():
     of_e4m3 = [M for M in range(1, 70) if takes_few_walk(M, N, K, H200, E4M3_END)]
     assert of_e4m3 == list(WALK_TOKENS)
     assert not takes_few_walk(16, N, 5120, H200, E4M3_END)
-    assert suits_few_walk(
-        16, N, K, 2 * 0.086, E4M3_END
-    )  # of pairs with half the bytes twice as many
+    # of pairs with half the bytes twice as many
+    assert suits_few_walk(16, N, K, 2 * 0.086, E4M3_END)
     assert not suits_few_walk(16, N, K, 2 * 0.087, E4M3_END)
 
 

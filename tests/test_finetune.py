@@ -65,9 +65,8 @@ def test_lora_is_merged(relu_llama, text_file, tmp_path, lora_ffn):
     for name, tensor in before.items():
         trained = "proj" in name
         assert torch.equal(tensor, after[name]) != trained, name
-    change = (
-        after["model.layers.0.mlp.gate_proj.weight"] - before["model.layers.0.mlp.gate_proj.weight"]
-    )
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    change = after[gate] - before[gate]
     rank = torch.linalg.matrix_rank(change, rtol=1e-4).item()
     assert rank <= 8 if lora_ffn else rank > 8
 

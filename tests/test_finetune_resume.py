@@ -30,9 +30,7 @@ from twellctl.training.sparsity_callback import SparsityCallback
 pytestmark = pytest.mark.usefixtures("no_answers")
 
 
-def test_interrupted_and_resumed_is_bit_for_bit_the_same(
-    uninterrupted, relu_llama, text_file, tmp_path
-):
+def test_interrupted_and_resumed_has_the_same_bits(uninterrupted, relu_llama, text_file, tmp_path):
     out, recipe = tmp_path / "out", small(text_file)
     step = random.randint(2, 10)
     print("interrupted at step", step)

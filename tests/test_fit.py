@@ -68,11 +68,9 @@ def test_stock_transformers_computes_what_was_measured(fitted, text_file, family
     assert config.twell["map_neurons"] == done.fitted.map_neurons == 16
     fires = []
     for ffn in gated_ffns(model):
-        name = "act_fn" if hasattr(ffn, "act_fn") else "activation_fn"
-        assert type(getattr(ffn, name)).__name__ == "ReLUActivation" or isinstance(
-            getattr(ffn, name), torch.nn.ReLU
-        )
-        getattr(ffn, name).register_forward_hook(lambda m, a, y: fires.append(y > 0))
+        act = ffn.act_fn if hasattr(ffn, "act_fn") else ffn.activation_fn
+        assert type(act).__name__ == "ReLUActivation" or isinstance(act, torch.nn.ReLU)
+        act.register_forward_hook(lambda m, a, y: fires.append(y > 0))
     ids = _held_out(source, text_file)
     with torch.no_grad(), quiet_transformers():
         ours = model(ids).logits[:, :-1].log_softmax(-1)
@@ -95,9 +93,7 @@ def test_stock_transformers_computes_what_was_measured(fitted, text_file, family
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_fit_of_bf16_weights_holds_states_in_bf16(
-    make_model, text_file, tmp_path, monkeypatch, family
-):
+def test_a_fit_of_bf16_holds_states_in_bf16(make_model, text_file, tmp_path, monkeypatch, family):
     """As near as stock transformers computes from the same weights in float32."""
     how = {"initializer_range": 0.2} | (FAMILIES[3][1] if family == "gemma2" else {})
     source, out = tmp_path / "bf16", tmp_path / "out"
@@ -216,9 +212,8 @@ def test_two_runs_and_one_that_was_killed_give_the_same_bits(
     screen.converted(done, "silu")
     assert " s, 1 layer kept from before\n" in capsys.readouterr().out
     assert f"going on with the layers in {tmp_path / 'out.run'}" in doing
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (
-        out / "model.safetensors"
-    ).read_bytes()
+    made = tmp_path / "out/model.safetensors"
+    assert made.read_bytes() == (out / "model.safetensors").read_bytes()
     assert not (tmp_path / "out.run").exists()
 
 
@@ -353,9 +348,7 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, 
         ("falcon_h1", {"mlp_multipliers": [2.0, 1.0]}, "compute more than down"),
     ],
 )
-def test_what_a_fit_would_leave_out_is_refused(
-    make_model, text_file, tmp_path, family, changes, why
-):
+def test_what_a_fit_leaves_out_is_refused(make_model, text_file, tmp_path, family, changes, why):
     source, how = make_model(family, **changes), QUICK | {"data": [str(text_file)]}
     for fit in (lambda: plan(source, **how), lambda: convert(source, tmp_path / "out", **how)):
         with pytest.raises(TwellError, match=rf"ForCausalLM\) .*{why}.* cannot be fitted: take an"):
@@ -420,9 +413,7 @@ def test_an_export_says_if_a_map_is_lost(fitted, tmp_path, family, name):
     assert said.startswith("beware: the last 16 neurons no longer share one gate in 1 of 2 layers")
 
 
-def test_a_gpu_without_room_is_refused_with_what_has_room(
-    make_model, text_file, tmp_path, monkeypatch
-):
+def test_a_gpu_without_room_is_told_what_has_room(make_model, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(plans, "default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(plans, "gpu_memory", lambda device: (24 << 30, 24 << 30))
     large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936, state_bytes=4)

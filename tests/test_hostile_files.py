@@ -122,9 +122,8 @@ def test_a_family_that_transformers_does_not_have(relu_llama, tmp_path):
 def test_shapes_that_only_transformers_knows(make_model, tmp_path):
     convert(make_model("qwen3"), tmp_path / "relu")
     folder = spoilt(tmp_path / "relu", tmp_path / "model", {"num_attention_heads": 8})
-    with pytest.raises(
-        TwellError, match=r"o_proj\.weight is \[32, 32\], by config.json it is \[32"
-    ):
+    said = r"o_proj\.weight is \[32, 32\], by config.json it is \[32"
+    with pytest.raises(TwellError, match=said):
         export(folder, tmp_path / "out")
 
 
@@ -221,9 +220,7 @@ def test_a_config_may_ask_for_tuples(relu_llama, text_file, tmp_path, cli):
         ("generation_config.json", {"eos_token_id": {}}, "eos_token_id must be a token or a list"),
     ],
 )
-def test_side_files_of_the_wrong_kind_are_one_line(
-    relu_llama, tmp_path, cli, file, changes, sentence
-):
+def test_odd_side_files_are_one_line(relu_llama, tmp_path, cli, file, changes, sentence):
     model = tmp_path / "model"
     shutil.copytree(relu_llama, model)
     with json_in(model / file) as content:

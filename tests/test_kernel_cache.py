@@ -69,9 +69,7 @@ def test_the_key_is_all_that_counts(compiler):
     assert len(compiler.compiled) == 7
     for name in ("two.cu", "other.cuh"):  # what it does not include does not count
         load_cubin("one.cu", SOURCES | {name: b"changed"}, "sm_80")
-    load_cubin(
-        "one.cu", {name: SOURCES[name] for name in ("one.cu", "head.cuh", "deep.cuh")}, "sm_80"
-    )
+    load_cubin("one.cu", {n: SOURCES[n] for n in ("one.cu", "head.cuh", "deep.cuh")}, "sm_80")
     assert len(compiler.compiled) == 7
 
 

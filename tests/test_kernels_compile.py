@@ -78,9 +78,7 @@ def static_in_log(log: str) -> dict[str, int]:
     """Bytes of shared memory that each kernel declares, as ptxas says."""
     _, *parts = re.split(r"Compiling entry function '(\w+)'", log)
     said = (re.search(r"(\d+) bytes smem", part) for part in parts[1::2])
-    return {
-        entry: int(found[1]) if found else 0 for entry, found in zip(parts[::2], said, strict=True)
-    }
+    return {e: int(found[1]) if found else 0 for e, found in zip(parts[::2], said, strict=True)}
 
 
 def test_what_is_no_cubin_is_refused():

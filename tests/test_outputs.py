@@ -74,12 +74,8 @@ def test_out_exists(model, refused, tmp_path):
         mine = tmp_path / f"with{name}"
         convert(model, mine)
         (mine / name).mkdir()
-        refused(
-            (f"holds {name}, which was not written by twellctl", "destroy it"),
-            model,
-            mine,
-            "--overwrite",
-        )
+        words = (f"holds {name}, which was not written by twellctl", "destroy it")
+        refused(words, model, mine, "--overwrite")
         shutil.rmtree(mine)
     (out / "config.json").write_text('{"name": "of some other program"}')
     refused(("was not written by twellctl", "would destroy it"), model, out, "--overwrite")

@@ -334,9 +334,7 @@ def why_not(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> str | No
 
 def inputs(B: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     sizes = ((B,), (B,), (B, width))
-    tokens, positions, tables = (
-        torch.empty(size, dtype=torch.int32, device="meta") for size in sizes
-    )
+    tokens, positions, tables = (torch.empty(s, dtype=torch.int32, device="meta") for s in sizes)
     return tokens, positions, tables
 
 

@@ -98,9 +98,8 @@ def test_the_neurons_of_a_map_share_what_they_feel(relu_llama, ids):
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_rows_of_a_map_that_differ_by_rounding_become_one(make_model, family):
-    folder = make_model(
-        family, hidden_act="relu", **{"mlp_bias": True} if family == "llama" else {}
-    )
+    biases = {"mlp_bias": True} if family == "llama" else {}
+    folder = make_model(family, hidden_act="relu", **biases)
     model = load_model(open_checkpoint(folder))
     product = gate_and_up(gated_ffns(model)[1])[0]
     parts = {name: p.data for name, p in product.named_parameters()}

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
 
 import pytest
 import torch
@@ -40,9 +39,7 @@ def gates_of(folder, ids) -> list[torch.Tensor]:
 
 
 def windows_of(text_file, tokenizer, count, seq_len):
-    ids = [
-        i for part in token_stream(read_texts([str(text_file)], "text"), tokenizer) for i in part
-    ]
+    ids = [i for p in token_stream(read_texts([str(text_file)], "text"), tokenizer) for i in p]
     starts = torch.linspace(0, len(ids) - seq_len, count).long().tolist()
     return torch.tensor([ids[start : start + seq_len] for start in starts])
 
@@ -93,17 +90,11 @@ def kinds_of_text(tmp_path, text_file) -> dict[str, list]:
 def test_parts_are_those_counted_by_hand(
     make_model, tmp_path, tokenizer, kinds_of_text, family, monkeypatch
 ):
-    monkeypatch.setattr(
-        sys.modules["twellctl.evaluation.windows"], "BATCH_TOKENS", 7 * 48
-    )  # 20 windows: 7, 7, 6
+    monkeypatch.setattr("twellctl.evaluation.windows.BATCH_TOKENS", 7 * 48)  # 20: 7, 7, 6
     convert(make_model(family, seed=3, intermediate_size=300), tmp_path / "model")
     code, more_code = kinds_of_text["code"]
-    ordered = [
-        ("code", code),
-        ("notes", *kinds_of_text["notes"]),
-        ("chat", *kinds_of_text["chat"]),
-        ("code", more_code),
-    ]
+    (notes,), (chat,) = kinds_of_text["notes"], kinds_of_text["chat"]
+    ordered = [("code", code), ("notes", notes), ("chat", chat), ("code", more_code)]
     data = [f"code={path}" if kind == "code" else str(path) for kind, path in ordered]
     found = profile(tmp_path / "model", data, windows=20, seq_len=48)
     assert found.data == tuple(data)
@@ -183,9 +174,7 @@ def test_dead_neurons_and_means(silu_llama, tmp_path, text_file):
 @pytest.mark.parametrize(
     ("spoilt", "slots", "overflow"), [(0, 8, 0), (1, 8, 1e-5), (2, 16, 0), (100_001, 16, 0)]
 )
-def test_slots_are_the_fewest_that_one_row_in_a_hundred_thousand_may_overflow(
-    spoilt, slots, overflow
-):
+def test_slots_are_the_fewest_that_one_row_in_100_000_may_overflow(spoilt, slots, overflow):
     gate = torch.full((100_000, 32), -1.0)
     gate[:, 16:24] = 1  # exactly full with eight slots
     gate[:spoilt, 24] = 1  # one over

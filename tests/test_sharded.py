@@ -82,9 +82,7 @@ def test_muon_by_owners_is_muon(processes, count, at_once):
 
 
 @pytest.mark.parametrize(("count", "tied"), [(2, False), (3, True)] if EVERY_CASE else [(3, True)])
-def test_a_sharded_run_is_that_of_one_process(
-    processes, sources, alone, text_file, tmp_path, count, tied
-):
+def test_a_sharded_run_is_that_of_one(processes, sources, alone, text_file, tmp_path, count, tied):
     out, wanted = tmp_path / "out", alone[tied]
     changes = settings(text_file, gradient_checkpointing=tied)
     ends = processes("run", count, str(sources[tied]), str(out), changes, {"file_bytes": 20_000})
@@ -122,9 +120,7 @@ def test_gradients_that_are_complete_in_another_order(processes):
 
 
 @pytest.mark.parametrize("shard", ["always", "never"])
-def test_resumed_on_other_numbers_of_processes(
-    processes, sources, alone, text_file, tmp_path, shard
-):
+def test_resumed_on_more_or_fewer_processes(processes, sources, alone, text_file, tmp_path, shard):
     def go_on(count, **how):
         changes = settings(text_file, shard=shard, micro_batch_size=3)
         return processes("run", count, str(sources[True]), str(out), changes, {"small": 500} | how)
@@ -178,9 +174,8 @@ def test_a_checkpoint_that_was_not_sharded(processes, sources, text_file, tmp_pa
     words = str(sources[False]), str(out), settings(text_file), {"resume": True}
     told = processes("run", 2, *words)
     assert told[0] == told[1]
-    assert (
-        "checkpoint-1 is of a run that was not sharded: --resume it with --shard never" in told[0]
-    )
+    said = "checkpoint-1 is of a run that was not sharded: --resume it with --shard never"
+    assert said in told[0]
 
 
 def test_each_reads_its_rows(processes, make_model):
@@ -205,9 +200,7 @@ def test_several_processes_measure_together(processes, sources, text_file):
     assert found == [[2, True, num_trained, True]] * 2
 
 
-def test_a_dry_run_refuses_processes_that_were_started_otherwise(
-    processes, sources, text_file, tmp_path
-):
+def test_a_dry_run_refuses_processes_that_differ(processes, sources, text_file, tmp_path):
     changes = {"text_file": str(text_file), "shard": "always"}
     longer = tmp_path / text_file.name
     longer.write_text(text_file.read_text() + "more\n")

@@ -65,9 +65,8 @@ def test_a_file_that_is_one_array(tmp_path, content):
     assert list(read_texts([str(tmp_path / "a.json")], "text")) == ["one", "two"]
     for broken in (content.replace("}", "", 1), content[: content.rindex("]")]):
         (tmp_path / "a.json").write_text(broken)
-        with pytest.raises(
-            TwellError, match=r"a\.json is not valid JSON .*: correct it, or fetch it again"
-        ):
+        said = r"a\.json is not valid JSON .*: correct it, or fetch it again"
+        with pytest.raises(TwellError, match=said):
             list(read_texts([str(tmp_path / "a.json")], "text"))
 
 
@@ -158,9 +157,8 @@ def test_a_long_text_comes_in_pieces_that_are_one_text(tmp_path, tokenizer, monk
         pieces = list(read_texts([str(tmp_path / name)], "text"))
         assert "".join(pieces) == text
         assert max(map(len, pieces)) <= 1000
-        assert [isinstance(piece, files.More) for piece in pieces] == [False] + [True] * (
-            len(pieces) - 1
-        )
+        goes_on = [isinstance(piece, files.More) for piece in pieces]
+        assert goes_on == [False] + [True] * (len(pieces) - 1)
         ids = [int(i) for tokens in token_stream(iter(pieces), tokenizer) for i in tokens]
         assert ids[0] == tokenizer.eos_token_id
         assert tokenizer.eos_token_id not in ids[1:]

@@ -266,9 +266,8 @@ def test_plans_fit(shape, B, max_positions):
 def test_what_the_kernels_do_not_take_is_said():
     assert attention.why_not_attend(32, 8, 128) is None
     for D in (81, 258):
-        said = (
-            f"the attention kernel takes heads of an even number of columns up to 256, not of {D}"
-        )
+        heads = "heads of an even number of columns up to 256"
+        said = f"the attention kernel takes {heads}, not of {D}"
         assert attention.why_not_attend(32, 8, D) == said
         with pytest.raises(ValueError, match=said):
             attention.plan_attend(1, 32, 8, D, 1024, 132)

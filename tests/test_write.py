@@ -118,9 +118,7 @@ def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, success, tmp_pat
     assert said.endswith(f"next: twellctl convert {silu_llama} RELU --data {out}\n")
 
 
-def test_what_fails_before_the_first_chat_leaves_what_was_there(
-    silu_llama, tmp_path, monkeypatch, small
-):
+def test_what_fails_at_once_leaves_what_was_there(silu_llama, tmp_path, monkeypatch, small):
     def fail(*_):
         raise torch.OutOfMemoryError("of 3 GiB")
 

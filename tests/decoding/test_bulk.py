@@ -37,9 +37,7 @@ def ragged(count: int, seed: int = 0) -> list[list[int]]:
 
 def run(model, prompts, most: int, ends=ENDS, temperature: float = 0.0, **how) -> dict:
     """The tokens behind each prompt."""
-    waiting = iter(
-        [Sequence(p, Sampling(most, temperature, seed=i), i) for i, p in enumerate(prompts)]
-    )
+    waiting = (Sequence(p, Sampling(most, temperature, seed=i), i) for i, p in enumerate(prompts))
     with contextlib.closing(Bulk(model, ends, **how)) as made:
         return {s.client: s.tokens[s.num_prompt :] for s in made.run(lambda: next(waiting, None))}
 

@@ -41,9 +41,7 @@ def test_the_forms_of_a_step(tiny, monkeypatch):
     assert list(forms_of(tiny, None, 4).items()) == list((union | pairs | dense).items())
     assert list(forms_of(tiny, [0.01, 0.01], 4)) == ["pairs", "union", "dense"]
     mixed = {"pairs and union": ["pairs", "union"]}
-    assert list(forms_of(tiny, [0.01, 0.9], 4).items()) == list(
-        (mixed | pairs | union | dense).items()
-    )
+    assert [*forms_of(tiny, [0.01, 0.9], 4).items()] == [*(mixed | pairs | union | dense).items()]
     assert list(forms_of(tiny, [0.01, 0.9], 3)) == ["union", "dense"]
     monkeypatch.setattr(module, "device_limits", lambda index: replace(H200, capability=(8, 0)))
     assert list(forms_of(tiny, [0.01, 0.9], 4)) == ["union", "dense"]

@@ -83,9 +83,7 @@ def test_densities_are_counted_at_the_activation(tiny, prompts, family):
 def test_log_probabilities_are_the_models_own(tiny, prompts):
     model = tiny()
     sampling = Sampling(6, 1.3, 0.8, 20, seed=4, top_logprobs=3)
-    found = [
-        told for events in open_scheduler(model).run([prompts[1]], sampling) for told in events
-    ]
+    found = [told for each in open_scheduler(model).run([prompts[1]], sampling) for told in each]
     tokens = found[0][0].tokens
     with torch.no_grad():
         known = model(torch.tensor([tokens])).logits[0, -7:-1].log_softmax(-1)

@@ -24,9 +24,8 @@ def rows_of(samplings: list[Sampling], seeds: list[int], positions: list[int]) -
 
 
 def chosen(logits: Tensor, fields: Tensor, variant: sampler.Variant) -> Tensor:
-    return sampler.choose(
-        sampler.cut(logits, fields) if variant.cut else logits, fields, variant.drawn
-    )
+    logits = sampler.cut(logits, fields) if variant.cut else logits
+    return sampler.choose(logits, fields, variant.drawn)
 
 
 def drawn(logits: Tensor, sampling: Sampling, seed: int, count: int) -> Tensor:

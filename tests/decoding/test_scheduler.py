@@ -372,9 +372,7 @@ def test_fail_all_ends_what_runs_is_read_and_waits():
     error = EngineError("enough")
     assert scheduler.fail_all(error) == [(sequence, error) for sequence in sequences]
     assert_nothing_is_held(scheduler)
-    assert tokens_of(all_of(scheduler, [again := Sequence([5], GREEDY)])[again]) == expected(
-        [5], 40
-    )
+    assert tokens_of(all_of(scheduler, [new := Sequence([5], GREEDY)])[new]) == expected([5], 40)
 
 
 def test_rows_are_filled_up_to_a_bucket():

@@ -144,9 +144,7 @@ def generator_kept():
     generator.graphsafe_set_state(kept)
 
 
-def test_what_cannot_be_captured_is_run_as_it_is(
-    tiny, prompts, monkeypatch, caplog, generator_kept
-):
+def test_what_cannot_be_captured_runs_as_it_is(tiny, prompts, monkeypatch, caplog, generator_kept):
     class Reading(HFDecoder):
         def step(self, tokens, positions, tables):
             if torch.cuda.is_current_stream_capturing():

@@ -223,9 +223,7 @@ def test_scaled_sums(kernels, M, N, more):
 @pytest.mark.parametrize(("kind", "shape", "K"), CASES, ids=str)
 @pytest.mark.parametrize(("slabs_per_range", "neuron_ranges"), [(99, 1), (2, 1), (1, 4)])
 @pytest.mark.parametrize("slabs", [1, 2])
-def test_up_gives_partial_dot_products(
-    kernels, kind, shape, K, slabs_per_range, neuron_ranges, slabs
-):
+def test_up_gives_partial_products(kernels, kind, shape, K, slabs_per_range, neuron_ranges, slabs):
     if slabs * shape.tile_tokens * 128 > limits().smem_bytes:
         pytest.skip("too large a tile for this device's shared memory")
     lists = build_lists(shape, kind, 2)

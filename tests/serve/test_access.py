@@ -89,9 +89,8 @@ def test_a_refusal_names_the_remedy(serve_with):
             (name,) = header.values()
             _, answer = post(client, ASK, **header)
             host = name.removeprefix("http://").split(":")[0]
-            assert answer["error"]["message"].endswith(
-                f"start serve-local with --allow-host {host}"
-            )
+            remedy = f"start serve-local with --allow-host {host}"
+            assert answer["error"]["message"].endswith(remedy)
 
 
 def test_a_key_does_not_excuse_a_foreign_origin(serve_with):

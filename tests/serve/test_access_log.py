@@ -116,9 +116,8 @@ def test_an_unknown_url_names_the_list(logged):
     with logged() as (client, _):
         status, answer = post(client, b"{}", "/chat/completions")
     assert status == 404
-    assert answer["error"]["message"] == (
-        "no such URL: POST /chat/completions (GET /v1 lists those there are)"
-    )
+    said = "no such URL: POST /chat/completions (GET /v1 lists those there are)"
+    assert answer["error"]["message"] == said
 
 
 @pytest.mark.parametrize(

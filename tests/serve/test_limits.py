@@ -142,9 +142,8 @@ def test_a_client_that_does_not_read_is_cut_off(tokenizer):
     engine = Scripted([5] * 10**6)
     engine.context = 10**7
     limits = Limits(answer_seconds=1, farewell_seconds=0.2)
-    body = json.dumps(
-        {"model": "model", "prompt": "x", "max_tokens": 10**6, "stream": True}
-    ).encode()
+    asked = {"model": "model", "prompt": "x", "max_tokens": 10**6, "stream": True}
+    body = json.dumps(asked).encode()
     with serving(tokenizer, engine, limits=limits) as client, raw(client) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
@@ -280,9 +279,8 @@ def test_a_public_command_drains_then_hurries(started, relu_llama):
             list(events)
     out, err = process.communicate()
     assert (process.returncode, out) == (0, "")
-    assert (
-        err == f"beware: {relu_llama} was converted and not fine-tuned: what it writes is noise\n"
-    )
+    noise = "was converted and not fine-tuned: what it writes is noise"
+    assert err == f"beware: {relu_llama} {noise}\n"
 
 
 @pytest.mark.parametrize(

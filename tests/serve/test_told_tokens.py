@@ -72,10 +72,8 @@ def test_completion_tells_every_token(spoken):
     ids = engine.tokens[:-1]
     assert told.token_logprobs == [engine.logprob(token) for token in ids]
     assert [len(best) for best in told.top_logprobs] == [2] * len(ids)
-    for name, logprob, best in zip(
-        told.tokens, told.token_logprobs, told.top_logprobs, strict=True
-    ):
-        assert best[name] == logprob
+    for name, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert top[name] == logprob
     for name, offset in zip(told.tokens, told.text_offset, strict=True):
         if not name.startswith("bytes:"):
             assert TEXT[offset : offset + len(name)] == name
