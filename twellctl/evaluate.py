@@ -65,7 +65,11 @@ def evaluate(
     if how.reference is None and (own_words or asked):
         subjects += _source(subjects[0].checkpoint, given, note)
     text = _windows(subjects, how) if how.data else None
-    _check_tokenizers(subjects, how)
+    own, *others = subjects
+    for one in others:
+        paths = [path for _, path in map(kind_and_path, how.data)]
+        texts = islice(read_texts(paths, how.text_column, own.tokenizer), COMPARED_TEXTS)
+        own.refuse_other_tokenizer(one, texts)
     for subject in subjects:
         doing(f"loading {subject.checkpoint.name}")
         subject.load(device or default_device())
@@ -162,11 +166,3 @@ def _windows(subjects: Sequence[Subject], how: Evaluating) -> GroupedWindows:
     own = subjects[0]
     sizes = how.windows, min(lengths), own.checkpoint.config.get("vocab_size")
     return grouped_windows(how.data, how.text_column, own.tokenizer, *sizes)
-
-
-def _check_tokenizers(subjects: Sequence[Subject], how: Evaluating) -> None:
-    own, *others = subjects
-    for other in others:
-        paths = [path for _, path in map(kind_and_path, how.data)]
-        texts = islice(read_texts(paths, how.text_column, own.tokenizer), COMPARED_TEXTS)
-        own.refuse_other_tokenizer(other, texts)

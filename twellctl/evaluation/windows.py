@@ -119,12 +119,31 @@ def score_text(
     Each token of a window but the first is predicted from those in front of it. `TwellError` if
     gates or the loss are not finite.
     """
-    scores = _Scores(model, reference, text)
+    heads = [HeadLoss(made) for made in (model, reference) if made is not None]
+    groups_of_a_kind = text.num_groups // len(text.kinds)
+    # by kind of text: cross-entropy and, of a reference, its own, KL and equal first
+    size = (len(text.kinds), 1 if reference is None else 4)
+    sums = torch.zeros(size, dtype=torch.float64, device=model.device)
+    tokens = torch.zeros(len(text.kinds), dtype=torch.int64, device=model.device)
+
+    def read(ids: Tensor, groups: Tensor) -> None:
+        states = [head.states(ids) for head in heads]
+        targets = ids[:, 1:].flatten()
+        kinds = groups[:, 1:].flatten() // groups_of_a_kind  # of the token that is predicted
+        for some in heads[0].logit_rows(len(targets)):
+            log_p = [
+                head.logits(state[some]).float().log_softmax(-1)
+                for head, state in zip(heads, states, strict=True)
+            ]
+            sums.index_add_(0, kinds[some], _columns(log_p, targets[some, None]).double())
+        tokens.add_(kinds.bincount(minlength=len(tokens)))
+
     try:
-        counts = count_windows(checkpoint, model, text, scores.read, progress)
+        counts = count_windows(checkpoint, model, text, read, progress)
     finally:
-        scores.close()
-    tokens, sums = scores.tokens.cpu(), scores.sums.cpu()  # `[kinds]`, `[kinds, 1 or 4]`
+        for head in heads:
+            head.remove()
+    tokens, sums = tokens.cpu(), sums.cpu()
     whole = TextScore.of(int(tokens.sum()), sums.sum(0).tolist())
     if not sums.isfinite().all():
         raise TwellError(
@@ -144,36 +163,6 @@ def score_text(
         density_by_layer=density_by_layer,
         density_by_kind=text.by_kind(counts),
     )
-
-
-class _Scores:
-    """Sums by kind of text: cross-entropy and, of a reference, its own, KL and equal first."""
-
-    def __init__(
-        self, model: PreTrainedModel, reference: PreTrainedModel | None, text: GroupedWindows
-    ):
-        self.heads = [HeadLoss(made) for made in (model, reference) if made is not None]
-        self.groups_of_a_kind = text.num_groups // len(text.kinds)
-        size = (len(text.kinds), 1 if reference is None else 4)
-        self.sums = torch.zeros(size, dtype=torch.float64, device=model.device)
-        self.tokens = torch.zeros(len(text.kinds), dtype=torch.int64, device=model.device)
-
-    def close(self) -> None:
-        for head in self.heads:
-            head.remove()
-
-    def read(self, ids: Tensor, groups: Tensor) -> None:
-        """Add the windows `ids` `[B, S]`; a prediction is of the kind of the token it is for."""
-        states = [head.states(ids) for head in self.heads]
-        targets = ids[:, 1:].flatten()
-        kinds = groups[:, 1:].flatten() // self.groups_of_a_kind
-        for some in self.heads[0].logit_rows(len(targets)):
-            log_p = [
-                head.logits(state[some]).float().log_softmax(-1)
-                for head, state in zip(self.heads, states, strict=True)
-            ]
-            self.sums.index_add_(0, kinds[some], _columns(log_p, targets[some, None]).double())
-        self.tokens += kinds.bincount(minlength=len(self.tokens))
 
 
 def _columns(log_p: list[Tensor], targets: Tensor) -> Tensor:
