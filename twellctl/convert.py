@@ -7,6 +7,7 @@ until it is fine-tuned.
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from twellctl.bundle.twell_config import new_twell
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.home import from_home
 from twellctl.files.outputs import claimed
-from twellctl.files.strict_json import to_json
+from twellctl.files.strict_json import json_text
 from twellctl.fitting.settings import Fit
 from twellctl.fitting.source import open_source
 from twellctl.models.card import write_card
@@ -75,7 +76,7 @@ def convert(
             checkpoint = open_source(model, revision, fit)
             with claim.staged() as stage:
                 copy_weights(checkpoint, stage)
-                return _written(checkpoint, out, stage, 0, None)
+                return _written(checkpoint, out, stage, None)
     return _fitted(model, out, fit, revision, overwrite, doing, told)
 
 
@@ -92,7 +93,7 @@ def _fitted(
     from accelerate import PartialState
 
     from twellctl.fitting.plan import plan_of, require_room
-    from twellctl.fitting.run import drop_run, fit_weights, fitted_tensors, prepare_fit
+    from twellctl.fitting.run import fit_weights, fitted_tensors, prepare_fit
     from twellctl.models.shard_writer import write_shards
     from twellctl.training.processes import in_all, in_the_first
 
@@ -104,7 +105,7 @@ def _fitted(
         checkpoint = in_all(lambda: open_source(model, revision, fit))
         in_all(lambda: require_room(checkpoint, fit, world.num_processes))
         doing("reading and tokenising the text")
-        goes_on = prepare_fit(run, checkpoint, fit, world, overwrite=overwrite)
+        goes_on = in_the_first(world, lambda: prepare_fit(run, checkpoint, fit, overwrite))
         world.wait_for_everyone()
         doing(f"going on with the layers in {run}" if goes_on else "fitting the first layer")
         if not goes_on and world.device.type == "cpu":  # where a layer can take an hour
@@ -118,18 +119,25 @@ def _fitted(
         doing(f"writing {out}")
         with claim.staged() as stage:
             write_shards(fitted_tensors(checkpoint, run), stage)
-            (stage / FIT_FILE).write_text(_report(fit, fitted), encoding="utf-8")
-            made = _written(checkpoint, out, stage, fitted.map_neurons, fitted)
-        drop_run(run)
+            # what the fit was told, without paths of this machine, and what it came to
+            settings = {k: v for k, v in dataclasses.asdict(fit).items() if k != "data"}
+            report = {"settings": settings} | dataclasses.asdict(fitted)
+            (stage / FIT_FILE).write_text(json_text(report), encoding="utf-8")
+            made = _written(checkpoint, out, stage, fitted)
+        shutil.rmtree(run, ignore_errors=True)
         return made
 
 
-def _written(
-    checkpoint: Checkpoint, out: Path, stage: Path, map_neurons: int, fitted: "Fitted | None"
-) -> Converted:
+def _written(checkpoint: Checkpoint, out: Path, stage: Path, fitted: "Fitted | None") -> Converted:
     """Put what belongs beside the weights into `stage`."""
     copy_side_files(checkpoint, stage)
-    write_config(stage, _with_relu(checkpoint, map_neurons))
+    twell = new_twell(checkpoint.ffn.num_layers, checkpoint.hub_id, checkpoint.activation)
+    config = checkpoint.config | {checkpoint.activation_key: "relu", "twell": twell}
+    if fitted and fitted.map_neurons:
+        twell["map_neurons"] = fitted.map_neurons
+        config["intermediate_size"] = checkpoint.ffn.intermediate_size + fitted.map_neurons
+    config.pop("auto_map", None)  # the stock class serves, and the code is not carried over
+    write_config(stage, config)
     write_card(stage, out.name, checkpoint.path)
     return _result(checkpoint, out, fitted, has_chat_template(stage))
 
@@ -140,20 +148,3 @@ def _result(
     ffn = checkpoint.ffn
     sizes = ffn.num_layers, ffn.hidden_size, ffn.intermediate_size
     return Converted(out, *sizes, checkpoint.activation, is_chat_model, fitted)
-
-
-def _with_relu(checkpoint: Checkpoint, map_neurons: int) -> dict:
-    """config.json of the converted model."""
-    twell = new_twell(checkpoint.ffn.num_layers, checkpoint.hub_id, checkpoint.activation)
-    config = checkpoint.config | {checkpoint.activation_key: "relu", "twell": twell}
-    if map_neurons:
-        twell["map_neurons"] = map_neurons
-        config["intermediate_size"] = checkpoint.ffn.intermediate_size + map_neurons
-    config.pop("auto_map", None)  # the stock class serves, and the code is not carried over
-    return config
-
-
-def _report(fit: Fit, fitted: "Fitted") -> str:
-    """What the fit was told, without paths of this machine, and what it came to."""
-    told = {k: v for k, v in dataclasses.asdict(fit).items() if k != "data"}
-    return to_json({"settings": told} | dataclasses.asdict(fitted), indent=2) + "\n"

@@ -22,7 +22,7 @@ from twellctl.fitting.least_squares import NotSolved, sum_over_processes
 from twellctl.fitting.source import num_kept
 from twellctl.fitting.steps import LayerText
 from twellctl.fitting.thresholds import WINDOWS, Thresholds, token_weights
-from twellctl.training.processes import is_one_of_several
+from twellctl.training.processes import from_all, is_one_of_several
 
 TOKENS_AT_ONCE = {"cuda": 16384, "cpu": 2048}  # of a forward of one layer
 LOGIT_TOKENS = 2048
@@ -85,8 +85,10 @@ class Fitting:
         """Fit all layers, or those that were not kept, and keep them."""
         thresholds, began = Thresholds(density), time.monotonic()
         some = min(WINDOWS, -(-len(self.text.fitted) // 4))
-        thresholds.look(self.layerwise, _of_the_first(self.text.fitted[:some]))
-        self.teacher = self._first_states()
+        first = from_all(self.text.fitted[:some].clone())[0]  # all look at the same text
+        thresholds.look(self.layerwise, first)
+        parts = (self.layerwise.first_states(self.ids[part]) for part in self._batches())
+        self.teacher = torch.cat([part.to(self._held) for part in parts])
         self.student = self.teacher.clone()
         found: list[LayerFit] = []
         self.num_kept = num_kept(self.kept.folder)
@@ -196,22 +198,9 @@ class Fitting:
         *means, count = sums.tolist()
         return HeldOut(*(value / max(count, 1) for value in means))
 
-    def _first_states(self) -> Tensor:
-        parts = (self.layerwise.first_states(self.ids[part]) for part in self._batches())
-        return torch.cat([part.to(self._held) for part in parts])
-
     def _batches(self):
         return [slice(i, i + self._at_once) for i in range(0, len(self.ids), self._at_once)]
 
 
 def _squares(values: Tensor, weights: Tensor) -> Tensor:
     return (values.square().sum(-1) * weights).double().sum()
-
-
-def _of_the_first(ids: Tensor) -> Tensor:
-    """`ids` as the first process has them."""
-    if is_one_of_several():
-        given = [ids]
-        dist.broadcast_object_list(given, 0)
-        return given[0]
-    return ids

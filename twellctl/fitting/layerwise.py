@@ -146,18 +146,12 @@ class Layer:
     def _find_factor(self) -> float | None:
         """What the layer multiplies its FFN's output with before it adds it; None: it does more."""
         device, K = self.weights.down.device, len(self.weights.down)
+        positions = self._kwargs.get("position_embeddings")
+        first = positions[0] if isinstance(positions, tuple | list) else positions
+        size = (1, PROBE_TOKENS if first is None else first.shape[1], K)
         generator = torch.Generator(device).manual_seed(0)
-        states, output = (
-            torch.randn(1, self._length(), K, generator=generator, device=device) for _ in range(2)
-        )
+        states, output = (torch.randn(size, generator=generator, device=device) for _ in range(2))
         added = self.with_output(states, output) - self._with_ffn(torch.zeros_like, states)
         factor = float((added * output).sum() / output.square().sum())
         error = float((added - factor * output).norm() / added.norm().clamp(min=1e-9))
         return factor if error < DIRECT and abs(factor) > 1e-6 else None
-
-    def _length(self) -> int:
-        positions = self._kwargs.get("position_embeddings")
-        if positions is None:
-            return PROBE_TOKENS
-        first = positions[0] if isinstance(positions, tuple | list) else positions
-        return first.shape[1]

@@ -134,12 +134,8 @@ def _token_bytes(shape: Shape, on_gpu: bool) -> int:
 
 def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, float]) -> Plan:
     """By the operations a second of products in bf16 and in TF32."""
-    T, K, N = (
-        fit.tokens + windows_held_out(fit) * fit.seq_len,
-        shape.hidden_size,
-        shape.intermediate_size,
-    )
-    P, rank = N + K, rank_of_map(fit, K, N)
+    K, N = shape.hidden_size, shape.intermediate_size
+    P, T = N + K, fit.tokens + windows_held_out(fit) * fit.seq_len
     on_gpu = device.type == "cuda"
     forward = 2 * T * (2 * shape.num_weights + 6 * N * K)
     in_steps = 6 * fit.steps * fit.step_tokens * (3 * N * K + K * K)
@@ -155,7 +151,7 @@ def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, fl
         num_layers=shape.num_layers,
         hidden_size=K,
         intermediate_size=N,
-        map_neurons=rank,
+        map_neurons=rank_of_map(fit, K, N),
         seconds=OVERHEAD[device.type] * shape.num_layers * seconds,
         bytes=taken,
         host_bytes=host if on_gpu else host + taken,

@@ -5,12 +5,10 @@ again goes on behind the last of them.
 """
 
 import dataclasses
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +44,6 @@ from twellctl.text.blocks import (
 )
 from twellctl.text.reading import read_texts
 from twellctl.text.tokens import end_of_text
-from twellctl.training.processes import in_the_first
 
 SETTINGS_FILE = "fit.json"  # of a run folder
 LONGEST_TEXT = 4096  # tokens in a row of one text, for others to come in
@@ -97,24 +94,12 @@ def fit_weights(
         model = load_model(checkpoint, dtype=wide, device=torch.device("cpu"))
         layerwise = Layerwise(model.requires_grad_(False), fit.seq_len, device)
         steps = Steps(fit.steps, fit.step_tokens, fit.step_rate, 0) if fit.steps else None
-        fitting = Fitting(
-            layerwise,
-            Text(fitted[mine], held_out[mine]),
-            HowToFit(rank, fit.ridge, dtype, steps),
-            KeptLayers(run, dtype),
-            fit.seed,
-        )
+        text, how = Text(fitted[mine], held_out[mine]), HowToFit(rank, fit.ridge, dtype, steps)
+        fitting = Fitting(layerwise, text, how, KeptLayers(run, dtype), fit.seed)
         layers = fitting.run(fit.density, told)
         held = fitting.held_out()
     seconds, kept = time.monotonic() - began, fitting.num_kept
     return Fitted(rank, fitted.numel(), fit.density, layers, held, seconds, kept)
-
-
-def prepare_fit(
-    run: Path, checkpoint: Checkpoint, fit: Fit, world: PartialState, *, overwrite: bool
-) -> bool:
-    """Make the run folder, or find the one of the same call; True if it goes on with layers."""
-    return in_the_first(world, lambda: _prepare(run, checkpoint, fit, overwrite)) or False
 
 
 def fitted_tensors(checkpoint: Checkpoint, run: Path) -> Iterator[tuple[str, Tensor]]:
@@ -143,8 +128,10 @@ def _part_of(weights: dict[str, Tensor], name: str) -> Tensor:
     return weights[projection.removesuffix("_proj") + suffix]
 
 
-def _prepare(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bool:
-    settings = _settings(checkpoint, fit)
+def prepare_fit(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bool:
+    """Make the run folder, or find the one of the same call; True if it goes on with layers."""
+    # as JSON has them: its lists are no tuples
+    settings = dataclasses.asdict(fit) | {"data": list(fit.data), "model": checkpoint.origin}
     if run.exists() and not overwrite:
         if not (run / SETTINGS_FILE).is_file():
             raise TwellError(
@@ -172,11 +159,6 @@ def _prepare(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bo
         _check_enough(checkpoint, stage, fit)
         (stage / SETTINGS_FILE).write_text(to_json(settings, indent=2), encoding="utf-8")
     return False
-
-
-def _settings(checkpoint: Checkpoint, fit: Fit) -> dict[str, Any]:
-    """As JSON has them: its lists are no tuples."""
-    return dataclasses.asdict(fit) | {"data": list(fit.data), "model": checkpoint.origin}
 
 
 def _not_ours(run: Path) -> str | None:
@@ -212,8 +194,3 @@ def _windows(run: Path, fit: Fit) -> tuple[Tensor, Tensor]:
     train, held = hold_out(len(blocks), num_held / len(blocks))
     train = train[: max(1, fit.tokens // fit.seq_len)]
     return tuple(torch.from_numpy(blocks[part].astype(np.int64)) for part in (train, held))
-
-
-def drop_run(run: Path) -> None:
-    """The run is complete."""
-    shutil.rmtree(run, ignore_errors=True)

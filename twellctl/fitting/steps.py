@@ -67,7 +67,8 @@ def take_steps(
     batch = max(1, steps.tokens // world)
     some = slice(0, min(len(text), 1 << 16))
     scale = (text.weights[some, None] * text.wanted(some).square()).sum(1).mean()
-    scale = _same_everywhere(scale)
+    if is_one_of_several():
+        average([scale])
     price = torch.full((), FIRST_PRICE, device=line.device)
     seen = torch.full((), density, device=line.device)
     for number in range(steps.number):
@@ -126,10 +127,3 @@ def _gradients(
 
 def _rms(weight: Tensor) -> Tensor:
     return weight.square().mean().sqrt()
-
-
-def _same_everywhere(value: Tensor) -> Tensor:
-    value = value.reshape(1).clone()
-    if is_one_of_several():
-        average([value])
-    return value[0]

@@ -8,7 +8,6 @@ a layer whose neurons are worth more fires more.
 import torch
 from torch import Tensor
 
-from twellctl.fitting.ffn import GatedFfn
 from twellctl.fitting.layer import worth
 from twellctl.fitting.layerwise import Layerwise
 
@@ -32,8 +31,9 @@ class Thresholds:
             layer = layerwise.layer(index)
             _, z = layer.apart(states, torch.float32)
             states = layer(states)
-            scores = _scores(layer.weights, z.flatten(0, 1), token_weights(states))
-            self._scores.append(scores)
+            ffn, z = layer.weights, z.flatten(0, 1)
+            scores = (ffn.gates(z) * worth(ffn, z, token_weights(states))).flatten()
+            self._scores.append(scores[:: max(1, len(scores) // SCORES)].sort().values.cpu())
 
     def next(self, fired: list[float]) -> float:
         """That of the next layer, given which share of the neurons of those before it fires."""
@@ -51,11 +51,6 @@ class Thresholds:
 def token_weights(states: Tensor) -> Tensor:
     """`[T]`: one over the mean square of each of the states `[..., K]`."""
     return 1 / states.flatten(0, -2).square().mean(-1).clamp(min=1e-12)
-
-
-def _scores(ffn: GatedFfn, z: Tensor, weights: Tensor) -> Tensor:
-    scores = (ffn.gates(z) * worth(ffn, z, weights)).flatten()
-    return scores[:: max(1, len(scores) // SCORES)].sort().values.cpu()
 
 
 def _mean_density(layers: list[Tensor], threshold: float) -> float:
