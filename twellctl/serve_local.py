@@ -114,7 +114,9 @@ def load_served_model(
     defaults = sampling_of(model.generation_config) if own_sampling else {}
     if defaults:
         about["sampling"] = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-    name, *others = names or [_served_name(checkpoint)]
+    is_local = Path(checkpoint.name).exists()  # a hub id is a name as it is
+    own = checkpoint.path.resolve().name if is_local else checkpoint.name
+    name, *others = names or [own]
     template = chat_template_kwargs or {}
     return ServedModel(name, tokenizer, engine, about, tuple(others), defaults, template)
 
@@ -166,7 +168,9 @@ async def serve(
             await runner.setup()
             await _start(runner, listener)
             if on_ready:
-                on_ready(served, _url(listener))
+                host, port = listener.getsockname()[:2]
+                shown = f"[{host}]" if ":" in host else host
+                on_ready(served, f"http://{shown}:{port}")
             await stop.wait()
             traffic.drain()
             await _first_of(drain, traffic.idle.wait(), hurry.wait())
@@ -190,12 +194,6 @@ async def _start(runner: web.AppRunner, listener: socket.socket) -> None:
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise _no_address(host, port, error) from error
-
-
-def _served_name(checkpoint: Checkpoint) -> str:
-    """The folder's name; a hub id as it is."""
-    is_local = Path(checkpoint.name).exists()
-    return checkpoint.path.resolve().name if is_local else checkpoint.name
 
 
 def access_of(host: str, key: str | None, names: Sequence[str]) -> Access:
@@ -244,11 +242,6 @@ def _no_address(host: str, port: int, error: OSError | TypeError) -> TwellError:
     if error.errno == errno.EADDRINUSE:
         return TwellError(f"port {port} is in use: choose another with --port (0 takes a free one)")
     return TwellError(f"port {port} cannot be used: {said}; choose another with --port")
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 @contextlib.contextmanager

@@ -46,19 +46,6 @@ def as_api_error(error: Exception, http: web.Request) -> ApiError:
             return ApiError(429, str(error), code="queue_full")
         case EngineClosed():
             return ApiError(503, str(error), code="stopping")
-        case web.HTTPException():
-            return _of_http_error(error, http)
-        case web.RequestPayloadError():
-            return ApiError(400, f"the body cannot be read: {reason(error)}", code="bad_body")
-    said = reason(error)
-    if not isinstance(error, EngineError):
-        said = f"{type(error).__name__}: {said}"
-    log.error("%s %s failed: %s", http.method, http.path, said)
-    return ApiError(500, f"internal error: {said}", code="internal_error")
-
-
-def _of_http_error(error: web.HTTPException, http: web.Request) -> ApiError:
-    match error:
         case web.HTTPRequestEntityTooLarge():
             return ApiError(413, "the body is too large", code="body_too_large")
         case web.HTTPNotFound():
@@ -68,7 +55,15 @@ def _of_http_error(error: web.HTTPException, http: web.Request) -> ApiError:
             allowed = " or ".join(sorted(error.allowed_methods))
             message = f"{http.path} takes {allowed}, not {http.method}"
             return ApiError(405, message, code="method_not_allowed")
-    return ApiError(error.status, error.reason)
+        case web.HTTPException():
+            return ApiError(error.status, error.reason)
+        case web.RequestPayloadError():
+            return ApiError(400, f"the body cannot be read: {reason(error)}", code="bad_body")
+    said = reason(error)
+    if not isinstance(error, EngineError):
+        said = f"{type(error).__name__}: {said}"
+    log.error("%s %s failed: %s", http.method, http.path, said)
+    return ApiError(500, f"internal error: {said}", code="internal_error")
 
 
 def _shorten(record: logging.LogRecord) -> bool:

@@ -185,6 +185,8 @@ def _options(
 ) -> Options:
     """`least`: tokens that may be asked for."""
     defaults = DEFAULTS | defaults
+    if flag(body, "twell_densities") and not flag(body, "stream"):
+        raise invalid("twell_densities", "is only for stream: true", True)
     sampling = Sampling(
         max_tokens=0,
         temperature=number(body, "temperature", defaults["temperature"], at_most=2),
@@ -199,7 +201,7 @@ def _options(
         logit_bias=_logit_bias(body.get("logit_bias", {})),
         seed=whole(body, "seed", None, at_least=-(2**63), at_most=2**63 - 1),
         top_logprobs=top_logprobs,
-        densities=_only_streamed(body, "twell_densities"),
+        densities=flag(body, "twell_densities"),
     )
     return Options(
         check_text("model", body["model"]) if body.get("model") else None,
@@ -230,12 +232,6 @@ def _chat_logprobs(body: dict[str, Any]) -> int | None:
     if top and not wanted:
         raise invalid("top_logprobs", "is only for logprobs: true", top)
     return (top or 0) if wanted else None
-
-
-def _only_streamed(body: dict[str, Any], name: str) -> bool:
-    if flag(body, name) and not flag(body, "stream"):
-        raise invalid(name, "is only for stream: true", True)
-    return flag(body, name)
 
 
 def _max_tokens(body: dict[str, Any], least: int) -> int | None:
