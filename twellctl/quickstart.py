@@ -11,7 +11,6 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -89,16 +88,8 @@ def quickstart(
             tuned, text = _whole_job(stage, note, progress, run)
     except Interrupted:
         raise KeyboardInterrupt from None  # its checkpoint went with the rest
-    return QuickStarted(
-        out,
-        out / "export",
-        tuned.teacher_cross_entropy,
-        tuned.first_cross_entropy,
-        tuned.cross_entropy,
-        tuned.first_density,
-        tuned.density,
-        text,
-    )
+    losses = tuned.teacher_cross_entropy, tuned.first_cross_entropy, tuned.cross_entropy
+    return QuickStarted(out, out / "export", *losses, tuned.first_density, tuned.density, text)
 
 
 def _whole_job(
@@ -109,9 +100,12 @@ def _whole_job(
     note("training a SiLU model of half a million parameters on Python's own source")
     _train_silu(out, progress)
     note("convert: a ReLU model is fitted, layer by layer, without end-to-end training")
-    convert(out / "silu", out / "relu", data=[str(out / "train.jsonl")], **FIT)
+    data = [str(out / "train.jsonl")]
+    convert(out / "silu", out / "relu", data=data, **FIT)
     note("finetune: a price on what fires, the SiLU model as teacher")
-    tuned = _sparsify(out, run)
+    how = {"data": data, "eval_data": [str(out / "val.jsonl")], "teacher": str(out / "silu")}
+    recipe = resolve_recipe("quickstart", how)
+    tuned = finetune(out / "relu", out / "sparse", recipe, progress=run)
     note("profile: which neurons fire")
     found = profile(out / "sparse", [str(out / "val.jsonl")], windows=64, seq_len=SEQ_LEN)
     found = dataclasses.replace(found, model="sparse", data=("val.jsonl",))  # as OUT has them
@@ -198,16 +192,6 @@ def _pretrain(model: PreTrainedModel, blocks: Blocks, progress: Callable[[int, i
         schedule.step()
         optimizer.zero_grad()
         progress(done, STEPS)
-
-
-def _sparsify(out: Path, run: Progress | None) -> FineTuned:
-    flags: dict[str, Any] = {
-        "data": [str(out / "train.jsonl")],
-        "eval_data": [str(out / "val.jsonl")],
-        "teacher": str(out / "silu"),
-    }
-    recipe = resolve_recipe("quickstart", flags)
-    return finetune(out / "relu", out / "sparse", recipe, progress=run)
 
 
 def _generate(folder: Path) -> str:

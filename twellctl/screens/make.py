@@ -58,17 +58,10 @@ def converted(done: Any, model: str) -> None:
 
 def _fitted_layers(fitted: Any) -> None:
     """Errors are shares of the squared output, the map's is its share of it."""
-    rows = [
-        [
-            str(index),
-            f"{layer.fires:.2%}",
-            f"{layer.error_swapped:.2%}",
-            f"{layer.error:.2%}",
-            f"{layer.map_share:.1%}",
-            f"{layer.states_differ:.3f}",
-        ]
-        for index, layer in enumerate(fitted.layers)
-    ]
+    rows = []
+    for index, layer in enumerate(fitted.layers):
+        shares = [f"{share:.2%}" for share in (layer.fires, layer.error_swapped, layer.error)]
+        rows.append([str(index), *shares, f"{layer.map_share:.1%}", f"{layer.states_differ:.3f}"])
     columns = ["layer", "fires", "error, swapped", "error", "by the map", "states differ"]
     ui.table("on held-out text, by layer", columns, rows)
 
@@ -179,21 +172,12 @@ def exported(result: Any) -> None:
 
 def quickstarted(result: Any) -> None:
     """What changed in the whole job (a `QuickStarted`)."""
-    rows = [
-        ["SiLU, trained here", f"{result.silu_loss:.3f}", "100.00%", str(result.out / "silu")],
-        [
-            "ReLU, converted",
-            f"{result.relu_loss:.3f}",
-            f"{result.relu_density:.2%}",
-            str(result.out / "relu"),
-        ],
-        [
-            "ReLU, fine-tuned and exported",
-            f"{result.sparse_loss:.3f}",
-            f"{result.density:.2%}",
-            str(result.export),
-        ],
-    ]
+    models = (
+        ("SiLU, trained here", result.silu_loss, 1, result.out / "silu"),
+        ("ReLU, converted", result.relu_loss, result.relu_density, result.out / "relu"),
+        ("ReLU, fine-tuned and exported", result.sparse_loss, result.density, result.export),
+    )
+    rows = [[name, f"{loss:.3f}", f"{fires:.2%}", str(path)] for name, loss, fires, path in models]
     ui.say(f"the export writes: {result.text!r}")
     ui.say("(a model this small is still learning, and improves in fine-tuning; a real one loses)")
     ui.table("What changed", ["model", "held-out loss", "neurons firing", "folder"], rows)
