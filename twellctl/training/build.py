@@ -156,12 +156,15 @@ def build_trainer(
     if (taught_by := teacher and teacher.load(sharded)) is not None:
         without_mask(taught_by, recipe.seq_len)
     target = None if recipe.l1_schedule == "constant" else recipe.density
+    states = None
+    if taught_by is not None and recipe.state_weight and comparable(model, taught_by):
+        states = LayerStates(model, taught_by, recipe.state_weight)
     trainer = (ShardedTrainer if sharded else SparseTrainer)(
         penalty=penalty,
         schedule=L1Schedule(recipe.l1, target, arguments.max_steps),
         teacher=taught_by,
         teacher_weight=recipe.teacher_weight,
-        states=_states(model, taught_by, recipe),
+        states=states,
         compiled=recipe.compile,
         captures=_captures(recipe) and not sharded,
         note=progress.note,
@@ -232,14 +235,6 @@ def _note_what_is_slow(recipe: Recipe, arguments: TrainingArguments, progress: P
             f"{micro} blocks at once, for micro-batch-size {recipe.micro_batch_size}: they must "
             f"divide the {micro * parts} that a process takes in a step"
         )
-
-
-def _states(
-    model: PreTrainedModel, taught_by: PreTrainedModel | None, recipe: Recipe
-) -> LayerStates | None:
-    if taught_by is None or not recipe.state_weight or not comparable(model, taught_by):
-        return None
-    return LayerStates(model, taught_by, recipe.state_weight)
 
 
 def _penalty(

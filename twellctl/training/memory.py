@@ -4,11 +4,10 @@ import math
 
 import psutil
 import torch
-from accelerate.utils import broadcast_object_list
 
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.shards import TensorInfo
-from twellctl.training.processes import is_one_of_several
+from twellctl.training.processes import from_all, is_one_of_several
 from twellctl.training.recipe import Recipe
 from twellctl.training.teacher import choose_teacher
 
@@ -34,11 +33,7 @@ def least_bytes(checkpoint: Checkpoint, recipe: Recipe) -> int:
 
 def is_to_be_sharded(checkpoint: Checkpoint, recipe: Recipe) -> bool:
     """Whether this run shards its models over its processes; the same in all of them."""
-    if not is_one_of_several():
-        return False
-    decision = [shards_on_several(checkpoint, recipe)]
-    broadcast_object_list(decision)
-    return decision[0]
+    return is_one_of_several() and from_all(shards_on_several(checkpoint, recipe))[0]
 
 
 def shards_on_several(checkpoint: Checkpoint, recipe: Recipe) -> bool:

@@ -11,6 +11,7 @@ holds some rows of every matrix (and of all state), one all-to-all brings their 
 and one brings the rows of what they made of them back.
 """
 
+import collections
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -28,16 +29,6 @@ from twellctl.training.processes import dense_of, is_one_of_several
 from twellctl.training.sharded_weights import local, rows
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
-
-
-def owners_of(matrices: Iterable[Tensor]) -> dict[Tensor, int]:
-    """Which process steps each of the `matrices`, which all of them hold."""
-    seen: dict[torch.Size, int] = {}
-    owners = {}
-    for matrix in matrices:
-        place = seen[matrix.shape] = seen.get(matrix.shape, -1) + 1
-        owners[matrix] = place % dist.get_world_size()
-    return owners
 
 
 def by_replicas(
@@ -189,7 +180,10 @@ class Muon(torch.optim.AdamW):
         groups = [group["params"] for group in self.param_groups if group["matrices"]]
         if self._owners is None:
             held = [p for params in groups for p in params if not isinstance(p, DTensor)]
-            self._owners = owners_of(held) if is_one_of_several() else {}
+            self._owners, seen = {}, collections.Counter[torch.Size]()
+            for p in held if is_one_of_several() else []:
+                self._owners[p] = seen[p.shape] % dist.get_world_size()
+                seen[p.shape] += 1
         return self._owners
 
     def bring_together(self) -> None:
