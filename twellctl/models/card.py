@@ -111,7 +111,8 @@ def write_card(folder: Path, name: str, source: Path, **measured: Any) -> None:
     name = " ".join(encodable(name).splitlines())
     word = shlex.quote(name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    figures = Figures(_report(folder), **measured)
+    report = json_object(folder / REPORT_FILE) or {}  # what fine-tuning ended with, if it was
+    figures = Figures(report if _is_number(report.get("density")) else {}, **measured)
     base = config["twell"].get("source")
     stock = next(map(str, config.get("architectures") or ()), "")
     stock = stock if stock.isidentifier() and stock.isascii() else "class"
@@ -306,9 +307,3 @@ def _text_of(report: dict[str, Any]) -> str:
 def _is_number(value: Any) -> bool:
     """Whether a figure is one that a card can show."""
     return isinstance(value, float) and abs(value) < LARGEST  # NaN is not
-
-
-def _report(folder: Path) -> dict[str, Any]:
-    """What fine-tuning ended with; nothing for a model that was not fine-tuned."""
-    report = json_object(folder / REPORT_FILE) or {}
-    return report if _is_number(report.get("density")) else {}

@@ -78,9 +78,7 @@ def _of_licence(lines: list[str]) -> list[str]:
 def _is_sound(key: str, value: Any) -> bool:
     """Whether it is text that means nothing elsewhere; a link leads to the web or a file here."""
     texts = value if isinstance(value, list) else [value]
-    if not all(isinstance(text, str) and text not in _NOTHING for text in texts):
-        return False
-    if not all(is_plain(text) for text in texts):
+    if not all(isinstance(t, str) and t not in _NOTHING and is_plain(t) for t in texts):
         return False
     if key == "license_link" and any(":" in t and not t.startswith(_WEB) for t in texts):
         return False

@@ -39,7 +39,12 @@ def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
     own_file(checkpoint.path / "config.json")  # what it says goes along as well
     for source in sorted(checkpoint.path.iterdir()):
         if source.name in SIDE_FILES or _LICENCE.fullmatch(source.name):
-            _copy_side_file(source, folder / source.name)
+            real, target = own_file(source), folder / source.name
+            if real.is_file():
+                shutil.copyfile(real, target)
+                clean_side_file(target)
+            elif source.name in SIDE_FILES:
+                raise TwellError(f"{source} is not a regular file: put the file itself there")
     for source in sorted((checkpoint.path / TEMPLATES).glob("*.jinja")):
         (folder / TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(own_file(source, checkpoint.path), folder / TEMPLATES / source.name)
@@ -67,16 +72,6 @@ def own_file(path: Path, folder: Path | None = None) -> Path:
             f"{path} is a link to {real}, outside its model folder: put the file itself there"
         )
     return real
-
-
-def _copy_side_file(source: Path, target: Path) -> None:
-    real = own_file(source)
-    if not real.is_file():
-        if source.name in SIDE_FILES:
-            raise TwellError(f"{source} is not a regular file: put the file itself there")
-        return
-    shutil.copyfile(real, target)
-    clean_side_file(target)
 
 
 def clean_side_file(path: Path) -> None:

@@ -63,7 +63,14 @@ def refuse_unsupported(name: str, config: dict) -> None:
     if classes and not any(str(cls).endswith(causal) for cls in classes):
         raise TwellError(f"{name} is a {classes[0]}: take a causal language model (...ForCausalLM)")
     for key in SIZES:
-        _size(name, config, key)
+        value = config.get(key)
+        if value is None or (isinstance(value, list) and key in _BY_LAYER):
+            continue  # some families have none of a kind, or one a layer
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise TwellError(
+                f"{name}: config.json's {key} must be a whole number from 1, got {shown(value)}: "
+                "copy it again"
+            )
     if "/" in str(config.get("_attn_implementation") or config.get("attn_implementation") or ""):
         raise TwellError(
             f"{name}: config.json names attention code of the hub (_attn_implementation): take "
@@ -166,18 +173,6 @@ def _rows_by_config(
         if queries is not None and queries.shape[:1] == (sizes.get("hidden_size"),):
             head_dim = sizes["hidden_size"] // heads
     return head_dim and head_dim * sizes["num_key_value_heads"]
-
-
-def _size(name: str, config: dict, key: str) -> None:
-    """Refuse what is no size: some families have none of a kind, or one a layer."""
-    value = config.get(key)
-    if value is None or (isinstance(value, list) and key in _BY_LAYER):
-        return
-    if type(value) is not int or not 1 <= value < 2**31:
-        raise TwellError(
-            f"{name}: config.json's {key} must be a whole number from 1, got {shown(value)}: copy "
-            "it again"
-        )
 
 
 def _common_shape(
