@@ -126,18 +126,15 @@ def export(
         note(f"beware: {error}, and beside the export's")
     if most > FP16:
         note(f"run it in bf16: in fp16 a value of {most:.0f}, which the profile saw, is infinite")
-    served = is_served_over_twell(config)
-    class_name = config["auto_map"]["AutoModelForCausalLM"].split(".")[-1]
-    slots = tuple(twell["slots"])
     return Exported(
         out=out,
-        class_name=class_name,
+        class_name=config["auto_map"]["AutoModelForCausalLM"].split(".")[-1],
         tile=twell["tile"],
-        slots=slots,
+        slots=tuple(twell["slots"]),
         profiled=profile is not None,
         sharpness=least_sharpness(form),
         quantize=quantize,
-        over_twell_in_vllm=served,
+        over_twell_in_vllm=is_served_over_twell(config),
     )
 
 

@@ -186,7 +186,12 @@ class Loaded:
         tokens = self._encoded(prompt, chat, chat_template_kwargs or {})
         budget = how.max_tokens or MAX_TOKENS
         if how.max_tokens is None or isinstance(prompt, list):
-            budget = min(budget, self._room(tokens))
+            if (room := self.scheduler.context - len(tokens)) < 1:
+                raise TwellError(
+                    f"the prompt has {len(tokens)} tokens, there is room for "
+                    f"{self.scheduler.context} with the answer: shorten it"
+                )
+            budget = min(budget, room)
         sampling = Sampling(budget, how.temperature, how.top_p, how.top_k, how.seed)
         return Generation(self.scheduler, self.tokenizer, tokens, sampling, continued=not chat)
 
@@ -201,14 +206,6 @@ class Loaded:
             raise UsageError("the prompt holds no token: give some text")
         check_ids(max(tokens), self.checkpoint.config.get("vocab_size"))
         return tokens
-
-    def _room(self, prompt: list[int]) -> int:
-        if (left := self.scheduler.context - len(prompt)) < 1:
-            raise TwellError(
-                f"the prompt has {len(prompt)} tokens, there is room for "
-                f"{self.scheduler.context} with the answer: shorten it"
-            )
-        return left
 
 
 def load(

@@ -121,18 +121,15 @@ def coerce_one(value: Any, field: Field) -> Any:
             raise ValueError("must be true or false")
         return value
     if kind is str:
-        return _checked_choice(value, field.metadata["choices"])
+        if not isinstance(value, str):
+            raise ValueError("must be text")
+        choices = field.metadata["choices"]
+        if choices and value not in choices:
+            *others, last = choices
+            first = f"{', '.join(others)} or " if others else ""
+            raise ValueError(f"must be {first}{last}")
+        return value
     return _checked_number(value, kind, field.metadata)
-
-
-def _checked_choice(value: Any, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str):
-        raise ValueError("must be text")
-    if choices and value not in choices:
-        *others, last = choices
-        first = f"{', '.join(others)} or " if others else ""
-        raise ValueError(f"must be {first}{last}")
-    return value
 
 
 def _checked_number(value: Any, kind: type, metadata: typing.Mapping[str, Any]) -> int | float:

@@ -109,8 +109,11 @@ def write(
     ends. `overwrite` replaces a file of this command, at the first new line. Raises `TwellError`.
     """
     out, how = from_home(out), chosen(Writing, settings)
-    _check_out(out, overwrite)
-    was_there = out.exists()
+    if out.suffix != ".jsonl":
+        raise UsageError(f"{out} is not a .jsonl file: finetune recognises text by its suffix")
+    check_file(out, "the jsonl file", "text that write has written", is_written_file)
+    if (was_there := out.exists()) and not overwrite:
+        raise TwellError(f"{out} exists: choose another name, or replace it with --overwrite")
     checkpoint = open_checkpoint(model, revision=revision)
     checkpoint.require_tokenizer()
     if checkpoint.is_only_converted:
@@ -316,11 +319,3 @@ def _write_lines(
     seconds = time.monotonic() - began
     drawn = texts.going(seconds).drawn
     return Written(out, num_texts, texts.cut, texts.tokens, drawn, seconds)
-
-
-def _check_out(out: Path, overwrite: bool) -> None:
-    if out.suffix != ".jsonl":
-        raise UsageError(f"{out} is not a .jsonl file: finetune recognises text by its suffix")
-    check_file(out, "the jsonl file", "text that write has written", is_written_file)
-    if out.exists() and not overwrite:
-        raise TwellError(f"{out} exists: choose another name, or replace it with --overwrite")

@@ -1,5 +1,6 @@
 """Where a bench runs, and all about it that a figure depends on."""
 
+import contextlib
 import gc
 import math
 import os
@@ -24,14 +25,13 @@ def bench_device(name: str | None) -> torch.device:
 
     Raises `TwellError` without CUDA: only `name` "cpu" runs there.
     """
-    try:
+    device = None
+    with contextlib.suppress(RuntimeError):
         device = torch.device(name or "cuda")
-    except RuntimeError as error:
-        raise UsageError(f"device must be cuda, cuda:1 and so on, or cpu, got {name!r}") from error
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise UsageError(f"device must be cuda, cuda:1 and so on, or cpu, got {name!r}")
     if device.type == "cpu":
         return device
-    if device.type != "cuda":
-        raise UsageError(f"device must be cuda, cuda:1 and so on, or cpu, got {name!r}")
     if not torch.cuda.is_available():
         raise TwellError(
             "bench measures on an NVIDIA GPU and torch finds none here (see twellctl doctor); "

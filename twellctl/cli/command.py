@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperOption
 from twellctl.cli.flags import given_of, options_of
 from twellctl.errors import UsageError
 from twellctl.files.home import from_home
-from twellctl.files.outputs import check_json_path, write_file
+from twellctl.files.outputs import check_file, has_key, write_file
 from twellctl.files.strict_json import json_text
 from twellctl.screens import ui
 
@@ -190,7 +190,7 @@ def telling(path: Path | None, key: str, kind: str) -> Callable[..., None]:
 
     def check() -> None:
         if path is not None and path != STDOUT:
-            check_json_path(path, key, kind)
+            check_file(path, "the JSON file", kind, lambda path: has_key(path, key))
 
     def tell(
         found: Any, screen: Callable[[Any], None], then: Callable[[Any], None] = lambda found: None

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
 from dataclasses import Field
 from typing import Annotated, Any
 
@@ -43,6 +42,10 @@ def _default(field: Field) -> str:
 def _parameter(field: Field, group: str | None) -> inspect.Parameter:
     flag, (kind, _, many) = flag_of(field), kind_of(field)
     choices, text = field.metadata["choices"], field.metadata["help"]
+
+    def completed(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
     if default := _default(field):
         text = f"{text} [default: {default}]"
     if flag.isupper():
@@ -54,7 +57,7 @@ def _parameter(field: Field, group: str | None) -> inspect.Parameter:
             show_default=False,
             rich_help_panel=group,
             metavar=field.metadata["metavar"] or None,
-            autocompletion=_beginning(choices) if choices else None,
+            autocompletion=completed if choices else None,
         )
     return inspect.Parameter(
         flag.replace("-", "_").lower(),
@@ -62,8 +65,3 @@ def _parameter(field: Field, group: str | None) -> inspect.Parameter:
         default=None,
         annotation=Annotated[(list[kind] if many else kind) | None, declared],  # type: ignore[valid-type]
     )
-
-
-def _beginning(choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """For completion: those that begin as what was typed."""
-    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]

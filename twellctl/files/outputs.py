@@ -31,7 +31,7 @@ def not_ours_in_model(folder: Path) -> str | None:
 
     A config.json of ours has a "twell" block.
     """
-    if not _has_key(folder / "config.json", "twell"):
+    if not has_key(folder / "config.json", "twell"):
         return NOT_OURS
     others = sorted(p.name for p in folder.iterdir() if p.is_dir() and p.name not in _FOLDERS)
     return f"holds {others[0]}, which was not written by twellctl" if others else None
@@ -136,12 +136,8 @@ def _real(path: Path) -> Path:
     return path.resolve() if path.is_symlink() else path
 
 
-def check_json_path(path: Path, key: str, kind: str) -> None:
-    """`check_file` of a JSON file, known by being an object with `key`."""
-    check_file(path, "the JSON file", kind, lambda path: _has_key(path, key))
-
-
-def _has_key(path: Path, key: str) -> bool:
+def has_key(path: Path, key: str) -> bool:
+    """Whether the file `path` holds a JSON object with `key`."""
     try:
         return key in read_json(path)
     except TwellError:
@@ -171,9 +167,11 @@ class Claim:
             make_readable(stage)
             self._put_in_place(stage)
         except OSError as error:
+            written = error.filename2 or str(error.filename or stage).startswith(str(stage))
+            read = "" if written else f" ({error.filename})"
             raise TwellError(
-                f"{self.out} could not be written: {_reason(error, stage)}; nothing was left "
-                "there: fix that and run it again"
+                f"{self.out} could not be written: {error.strerror or error}{read}; nothing was "
+                "left there: fix that and run it again"
             ) from error
         finally:
             remove(stage)
@@ -234,9 +232,3 @@ def make_readable(folder: Path) -> None:
             path.chmod(0o777 & ~umask)
         elif not path.is_symlink():
             path.chmod(0o666 & ~umask)
-
-
-def _reason(error: OSError, stage: Path) -> str:
-    """What went wrong, and with which file if it is one that was read."""
-    written = error.filename2 or str(error.filename or stage).startswith(str(stage))
-    return f"{error.strerror or error}" + ("" if written else f" ({error.filename})")

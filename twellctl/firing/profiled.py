@@ -147,7 +147,11 @@ def read_profile(path: str | Path) -> Profile:
         )
     try:
         found = _made(Profile, content, "")
-        _check(found)
+        for name in ("intermediate_size", "tokens", "text_tokens"):
+            if (value := getattr(found, name)) < 1:
+                raise ValueError(f"{name} is {value}")
+        if not found.layers:
+            raise ValueError("it has no layers")
         return found
     except ValueError as error:
         raise TwellError(f"{path} is not a complete profile ({reason(error)}): {again}") from error
@@ -173,12 +177,3 @@ def _made(kind: Any, value: Any, where: str) -> Any:
     if type(value) in _TAKEN.get(kind, ()):
         return value
     raise ValueError(f"{where.removeprefix('.')} is {shown(value)}")
-
-
-def _check(found: Profile) -> None:
-    """`ValueError` for numbers of which no figure can be made."""
-    for name in ("intermediate_size", "tokens", "text_tokens"):
-        if (value := getattr(found, name)) < 1:
-            raise ValueError(f"{name} is {value}")
-    if not found.layers:
-        raise ValueError("it has no layers")

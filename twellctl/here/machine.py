@@ -70,9 +70,8 @@ def find_gpu(driver: Finding, cuda: str | None) -> Finding:
     try:
         import torch
     except Exception as error:
-        return Finding(
-            "GPU", "bad", f"torch cannot be imported: {first_line(error)}", "reinstall torch"
-        )
+        what = f"torch cannot be imported: {first_line(error)}"
+        return Finding("GPU", "bad", what, "reinstall torch")
     if torch.cuda.is_available():
         gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         told = (f"{g.name} (sm_{g.major}{g.minor}, {g.total_memory / 2**30:.0f} GiB)" for g in gpus)
@@ -94,9 +93,8 @@ def find_cupy(cuda: str | None) -> Finding:
     try:
         import cupy
     except Exception as error:
-        return Finding(
-            "CuPy", "bad", f"cannot be imported: {first_line(error)}", install_advice(cuda)
-        )
+        what = f"cannot be imported: {first_line(error)}"
+        return Finding("CuPy", "bad", what, install_advice(cuda))
     what = f"{cupy.__version__} ({', '.join(wheels) or 'own build'})"
     unfit = [name for name in wheels if name != f"cupy-{extra(cuda)}"]
     if len(wheels) > 1 or (cuda and unfit):
