@@ -66,10 +66,10 @@ def evaluate(
         subjects += _source(subjects[0].checkpoint, given, note)
     text = _windows(subjects, how) if how.data else None
     own, *others = subjects
-    for one in others:
-        paths = [path for _, path in map(kind_and_path, how.data)]
+    paths = [path for _, path in map(kind_and_path, how.data)]
+    for reference in others:
         texts = islice(read_texts(paths, how.text_column, own.tokenizer), COMPARED_TEXTS)
-        own.refuse_other_tokenizer(one, texts)
+        own.refuse_other_tokenizer(reference, texts)
     for subject in subjects:
         doing(f"loading {subject.checkpoint.name}")
         subject.load(device or default_device())

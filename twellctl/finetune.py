@@ -158,14 +158,7 @@ def _finetune(
     if how["resume"]:
         processes.in_all(lambda: runs.check_began_with(run, checkpoint.origin))
     teacher = choose_teacher(checkpoint, recipe)
-    if why := why_unexportable(checkpoint, skeleton(checkpoint)):
-        progress.note(f"beware: {why}")
-    taught_by = teacher.checkpoint if teacher else checkpoint
-    if taught_by is not checkpoint and not may_be_source(checkpoint, taught_by):
-        progress.note(
-            f"beware: the teacher {taught_by.name} is not the model that {checkpoint.name} was "
-            "made from, and what it answers is what is learnt"
-        )
+    _beware(checkpoint, teacher, progress)
     tokenizer = load_tokenizer(checkpoint)
     micro_batch(recipe, world.num_processes)
     runs.check_alike(checkpoint, recipe)
@@ -202,6 +195,18 @@ def _finetune(
             if world.is_main_process and runs.last_checkpoint(run) is None:
                 runs.discard(run, out, progress.note)
     return result
+
+
+def _beware(checkpoint: Checkpoint, teacher: Teacher | None, progress: Progress) -> None:
+    """Say, before text is tokenised and steps are taken, what may make them useless."""
+    if why := why_unexportable(checkpoint, skeleton(checkpoint)):
+        progress.note(f"beware: {why}")
+    taught_by = teacher.checkpoint if teacher else checkpoint
+    if taught_by is not checkpoint and not may_be_source(checkpoint, taught_by):
+        progress.note(
+            f"beware: the teacher {taught_by.name} is not the model that {checkpoint.name} was "
+            "made from, and what it answers is what is learnt"
+        )
 
 
 def _train(

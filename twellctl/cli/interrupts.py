@@ -31,7 +31,7 @@ def heed() -> None:
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGALRM, _interrupt)
     sys.unraisablehook = _not_lost
-    atexit.register(_last)  # of what is registered, since it is the first
+    atexit.register(_last)  # registered first, so it runs after all others
 
 
 def heed_no_more() -> None:
@@ -87,6 +87,7 @@ def _interrupt(signum: int, frame: types.FrameType | None) -> None:
 
 
 def _end(signum: int, frame: types.FrameType | None) -> None:
+    """End this process now, with the code and the line of an interruption."""
     if not _was_told:
         with contextlib.suppress(OSError):  # it may have ended who reads stderr, too
             os.write(2, b"error: interrupted\n")
@@ -97,7 +98,11 @@ def _end(signum: int, frame: types.FrameType | None) -> None:
 
 
 def _last() -> None:
-    """Python ends itself by SIGINT, whatever the code, if Ctrl-C went through `exec` of a text."""
+    """The last exit handler.
+
+    If Ctrl-C went through `exec` of a text (imports do that), Python would end itself by SIGINT and
+    not with the code: so an interrupted process ends here.
+    """
     if _was_told:
         _end(signal.SIGINT, None)
     ignore()

@@ -69,7 +69,7 @@ def plan(model: str | Path, *, revision: str | None = None, **settings: Any) -> 
 
 
 def plan_of(checkpoint: Checkpoint, fit: Fit) -> Plan:
-    """Of fitting a model that is open."""
+    """The `Plan` of fitting an open `checkpoint` on the device that this process would take."""
     shape = shape_of(checkpoint)
     device = default_device()
     rates = _rate(device, torch.bfloat16), _rate(device, torch.float32)

@@ -31,9 +31,11 @@ def num_mapped(gate: Tensor, *others: Tensor) -> int:
 
 def layers_without_map(checkpoint: Checkpoint) -> int:
     """In how many layers the neurons that config.json calls a map have gates of their own."""
+    if not checkpoint.map_neurons:
+        return 0
     rows, lost = slice(max(0, checkpoint.own_neurons), checkpoint.ffn.intermediate_size), 0
     with opened(checkpoint) as read:
-        for layer in range(checkpoint.ffn.num_layers if checkpoint.map_neurons else 0):
+        for layer in range(checkpoint.ffn.num_layers):
             names = (name for name in checkpoint.ffn_tensors(layer) if ".gate_" in name)
             lost += any(not (part == part[-1]).all() for part in (read(n, rows) for n in names))
     return lost
