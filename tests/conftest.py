@@ -36,20 +36,36 @@ FAMILIES = {
     "smollm3": {"pad_token_id": 0},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "pad_token_id": 0},
     "minicpm3": {
-        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8, "v_head_dim": 8, "pad_token_id": 0,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "pad_token_id": 0,
     },
     "qwen3_5_text": {
-        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8, "head_dim": 8, "pad_token_id": 0,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "head_dim": 8,
+        "pad_token_id": 0,
         "layer_types": ["linear_attention", "full_attention"],
     },
-}  # fmt: skip
+}
 TINY = {
-    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-    "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "initializer_range": 0.3,
+}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

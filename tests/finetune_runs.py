@@ -12,9 +12,17 @@ from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, resolve_recipe
 
 SMALL = {
-    "seq_len": 32, "batch_size": 4, "micro_batch_size": 2, "max_steps": 12, "l1": 1e-3,
-    "learning_rate": 3e-3, "eval_blocks": 4, "eval_steps": 5, "logging_steps": 1, "save_steps": 0,
-}  # fmt: skip
+    "seq_len": 32,
+    "batch_size": 4,
+    "micro_batch_size": 2,
+    "max_steps": 12,
+    "l1": 1e-3,
+    "learning_rate": 3e-3,
+    "eval_blocks": 4,
+    "eval_steps": 5,
+    "logging_steps": 1,
+    "save_steps": 0,
+}
 
 
 def small(text_file: Path, **changes) -> Recipe:

@@ -269,22 +269,27 @@ def fired_at_random(shape: Shape, kind: str, rng: np.random.Generator) -> np.nda
 def cases() -> list[tuple[str, Shape]]:
     """(kind of gate, shape). Ragged, one row, empty, full, one class, too dense, several panels."""
     return [
-        ("usual", Shape(1000, 1408, 64, 64, 248, 1408)), ("usual", Shape(1, 256, 64, 64, 8, 256)),
-        ("usual", Shape(13, 264, 64, 64, 8, 264)), ("skewed", Shape(333, 2056, 32, 88, 128, 2056)),
+        ("usual", Shape(1000, 1408, 64, 64, 248, 1408)),
+        ("usual", Shape(1, 256, 64, 64, 8, 256)),
+        ("usual", Shape(13, 264, 64, 64, 8, 264)),
+        ("skewed", Shape(333, 2056, 32, 88, 128, 2056)),
         ("skewed", Shape(333, 2056, 32, 88, 128, 520)),
         ("skewed", Shape(100, 8192, 48, 344, 64, 8192)),
-        ("skewed", Shape(90, 11008, 64, 464, 40, 5504)), ("none", Shape(70, 512, 64, 64, 32, 512)),
+        ("skewed", Shape(90, 11008, 64, 464, 40, 5504)),
+        ("none", Shape(70, 512, 64, 64, 32, 512)),
         ("some rows", Shape(257, 768, 256, 768, 120, 384)),
         ("one class", Shape(120, 2048, 64, 96, 64, 2048)),
-        ("one class", Shape(120, 2048, 64, 96, 64, 1000)), ("all", Shape(9, 512, 64, 64, 8, 512)),
-        ("all", Shape(19, 1032, 256, 1032, 16, 1032)), ("all", Shape(19, 1032, 256, 1032, 16, 344)),
+        ("one class", Shape(120, 2048, 64, 96, 64, 1000)),
+        ("all", Shape(9, 512, 64, 64, 8, 512)),
+        ("all", Shape(19, 1032, 256, 1032, 16, 1032)),
+        ("all", Shape(19, 1032, 256, 1032, 16, 344)),
         ("skewed", Shape(50, 20000, 256, 20000, 24, 2912)),
         ("skewed", Shape(16, 65536, 256, 65536, 8, 6960)),
         ("usual", Shape(1030, 264, 64, 64, 1024, 264)),
         ("skewed", Shape(333, 2056, 64, 24, 128, 2056, most=2056)),
         ("skewed", Shape(333, 2056, 64, 24, 128, 520, most=200)),
         ("all", Shape(30, 520, 256, 264, 16, 520, most=520)),
-    ]  # fmt: skip
+    ]
 
 
 def make_case(kind: str, shape: Shape, seed: int) -> tuple[np.ndarray, np.ndarray]:

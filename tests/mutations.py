@@ -5,16 +5,16 @@ import struct
 from random import Random
 from typing import Any
 
-ODD = [
-    *(None, True, False, 0, -1, 1, 3, 2**31, 2**63, 10**30, 1.5, 1e300, "", "a", "256", "../x"),
-    *([], [1], [[[]]], {}, {"a": 1}, "\ud800", "\0", "x" * 5000),
-]
-WORDS = [
-    b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"[" * 3000, b'{"a":' * 3000, b"\xff", b"\0",
-    b'"\\ud800"', b"\\ud800", b"020", b"1:30", b"0x10", b"&a ", b"*a", b"!!int ", b"!!timestamp ",
-    b": ", b"- ", b"\t", b"\n", b"? ", b"| ", b"%", b"{", b"}", b"[", b"]", b",", b'"', b"'", b"#",
-    b"\xe2\x80\xa8", b"<<: ", b"---\n", b"\r", b"-", b"1e5", b".inf", b"2001-01-01", b"~",
-]  # fmt: skip
+NUMBERS = [0, -1, 1, 3, 2**31, 2**63, 10**30, 1.5, 1e300]
+STRINGS = ["", "a", "256", "../x", "\ud800", "\0", "x" * 5000]
+ODD = [None, True, False, *NUMBERS, *STRINGS, [], [1], [[[]]], {}, {"a": 1}]
+JSON_WORDS = [b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"[" * 3000, b'{"a":' * 3000]
+STRING_WORDS = [b"\xff", b"\0", b'"\\ud800"', b"\\ud800", b"\xe2\x80\xa8"]
+YAML_WORDS = [b"020", b"1:30", b"0x10", b"1e5", b".inf", b"2001-01-01", b"~"]
+YAML_WORDS += [b"&a ", b"*a", b"!!int ", b"!!timestamp "]
+YAML_WORDS += [b": ", b"- ", b"? ", b"| ", b"<<: ", b"---\n"]
+MARKS = [bytes([mark]) for mark in b"\t\n\r%{}[],\"'#-"]
+WORDS = JSON_WORDS + STRING_WORDS + YAML_WORDS + MARKS
 
 
 def mutated(content: bytes, random: Random) -> bytes:

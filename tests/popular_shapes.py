@@ -23,11 +23,18 @@ class Shape:
     def model(self, vocabulary: int, device: str = "cpu", **changes) -> PreTrainedModel:
         """A ReLU model of two layers in bf16, with random weights."""
         settings = {
-            "hidden_size": self.K, "intermediate_size": self.N, "num_attention_heads": self.H,
-            "num_key_value_heads": self.Hkv, "vocab_size": vocabulary, "num_hidden_layers": 2,
-            "max_position_embeddings": 4096, "hidden_act": "relu", "bos_token_id": 0,
-            "eos_token_id": None, "pad_token_id": 0,
-        }  # fmt: skip
+            "hidden_size": self.K,
+            "intermediate_size": self.N,
+            "num_attention_heads": self.H,
+            "num_key_value_heads": self.Hkv,
+            "vocab_size": vocabulary,
+            "num_hidden_layers": 2,
+            "max_position_embeddings": 4096,
+            "hidden_act": "relu",
+            "bos_token_id": 0,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         if self.D * self.H != self.K or self.family == "qwen3":
             settings["head_dim"] = self.D
         if self.family in ("mistral", "phi3"):

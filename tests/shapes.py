@@ -19,11 +19,18 @@ FAMILIES = {
 def write_config(folder: Path, family: str = "llama", **changes: object) -> str:
     """The path of a config.json in `folder`: a SiLU model of 3 layers, 128 x 256."""
     config = {
-        "model_type": family, "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "max_position_embeddings": 512, "hidden_act": "silu", "torch_dtype": "float32",
+        "model_type": family,
+        "vocab_size": 2048,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
         "eos_token_id": 2,
-    }  # fmt: skip
+    }
     file = folder / "config.json"
     file.write_text(json.dumps(config | FAMILIES[family] | changes))
     return str(file)

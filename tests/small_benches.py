@@ -8,9 +8,13 @@ from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.decoding.hf_decoder import HFDecoder
 
 TINY_STEPS = {
-    "batches": (1, 3), "prompt_tokens": 16, "new_tokens": 15, "config": TINY_CONFIG,
-    "device": "cpu", "densities": (0.02,),
-}  # fmt: skip
+    "batches": (1, 3),
+    "prompt_tokens": 16,
+    "new_tokens": 15,
+    "config": TINY_CONFIG,
+    "device": "cpu",
+    "densities": (0.02,),
+}
 NO_FP8 = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
 
 

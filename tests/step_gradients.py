@@ -10,9 +10,16 @@ from twellctl.training.progress import Progress
 from twellctl.training.recipe import resolve_recipe
 
 SETTINGS = {
-    "batch_size": 8, "seq_len": 32, "eval_fraction": 0.0, "max_steps": 1, "l1": 0.5,
-    "l1_schedule": "constant", "teacher": "none", "max_grad_norm": 1e9, "save_steps": 0,
-}  # fmt: skip
+    "batch_size": 8,
+    "seq_len": 32,
+    "eval_fraction": 0.0,
+    "max_steps": 1,
+    "l1": 0.5,
+    "l1_schedule": "constant",
+    "teacher": "none",
+    "max_grad_norm": 1e9,
+    "save_steps": 0,
+}
 
 
 class Capture(Progress):

@@ -22,9 +22,13 @@ from twellctl.models.loading import MASKLESS, without_mask
 from twellctl.profile import profile
 
 TINY = {
-    "tokens": (256, 16), "seq_len": 256, "config": TINY_CONFIG, "density": 0.02, "rounds": 1,
+    "tokens": (256, 16),
+    "seq_len": 256,
+    "config": TINY_CONFIG,
+    "density": 0.02,
+    "rounds": 1,
     "device": "cpu",
-}  # fmt: skip
+}
 
 
 pytestmark = pytest.mark.usefixtures("count_less")

@@ -58,26 +58,47 @@ ROWS, TENSORS = "dense_fp8_row_wise", "dense_fp8_tensor_wise"
 @pytest.mark.parametrize(
     ("large", "small", "said"),
     [
-        ({EAGER: 2, COMPILED: 1.31}, {EAGER: 3, COMPILED: 0.99},
-         "1.31x as fast as compiled bf16 at 131072 tokens, 0.99x at 256"),
-        ({EAGER: 2, COMPILED: 1.31}, {EAGER: 0.99, COMPILED: 3},
-         "1.31x as fast as the fastest dense bf16 at 131072 tokens, 0.99x at 256"),
-        ({EAGER: 1.31}, {EAGER: 0.99},
-         "1.31x as fast as eager bf16 at 131072 tokens, 0.99x at 256"),
-        ({EAGER: 3, ROWS: 0.7, TENSORS: 0.8}, {EAGER: 1.31, ROWS: 0.4, TENSORS: 0.5},
-         "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 (row-wise) at 131072 tokens, "
-         "1.31x and 0.40x at 256"),
-        ({EAGER: 3, ROWS: 0.8, TENSORS: 0.7}, {EAGER: 1.31, ROWS: 0.5, TENSORS: 0.4},
-         "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 (tensor-wise) at 131072 "
-         "tokens, 1.31x and 0.40x at 256"),
-        ({EAGER: 3, ROWS: 0.7, TENSORS: 0.8}, {EAGER: 1.31, ROWS: 0.5, TENSORS: 0.4},
-         "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 at 131072 tokens, 1.31x and "
-         "0.40x at 256"),
-        ({EAGER: 2, ROWS: 0.5}, {EAGER: 2},
-         "2.00x as fast as eager bf16 and 0.50x as fast as dense FP8 (row-wise) at 131072 tokens, "
-         "2.00x at 256"),
+        (
+            {EAGER: 2, COMPILED: 1.31},
+            {EAGER: 3, COMPILED: 0.99},
+            "1.31x as fast as compiled bf16 at 131072 tokens, 0.99x at 256",
+        ),
+        (
+            {EAGER: 2, COMPILED: 1.31},
+            {EAGER: 0.99, COMPILED: 3},
+            "1.31x as fast as the fastest dense bf16 at 131072 tokens, 0.99x at 256",
+        ),
+        (
+            {EAGER: 1.31},
+            {EAGER: 0.99},
+            "1.31x as fast as eager bf16 at 131072 tokens, 0.99x at 256",
+        ),
+        (
+            {EAGER: 3, ROWS: 0.7, TENSORS: 0.8},
+            {EAGER: 1.31, ROWS: 0.4, TENSORS: 0.5},
+            "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 (row-wise) at 131072 "
+            "tokens, 1.31x and 0.40x at 256",
+        ),
+        (
+            {EAGER: 3, ROWS: 0.8, TENSORS: 0.7},
+            {EAGER: 1.31, ROWS: 0.5, TENSORS: 0.4},
+            "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 (tensor-wise) at 131072 "
+            "tokens, 1.31x and 0.40x at 256",
+        ),
+        (
+            {EAGER: 3, ROWS: 0.7, TENSORS: 0.8},
+            {EAGER: 1.31, ROWS: 0.5, TENSORS: 0.4},
+            "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 at 131072 tokens, 1.31x "
+            "and 0.40x at 256",
+        ),
+        (
+            {EAGER: 2, ROWS: 0.5},
+            {EAGER: 2},
+            "2.00x as fast as eager bf16 and 0.50x as fast as dense FP8 (row-wise) at 131072 "
+            "tokens, 2.00x at 256",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_sentence_names_what_is_compared(large, small, said):
     points = point(131072, **large, twell=1), point(256, **small, twell=1)
     for place in ("CPU", "GPU"):

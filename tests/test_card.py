@@ -40,16 +40,32 @@ def mean(value: float, error: float | None = 0.01) -> dict:
 def evaluation(of, **changes) -> dict:
     score = {"cross_entropy": 2.25, "reference_cross_entropy": 2.125}
     tasks = [
-        {"task": "arc_easy", "questions": 500, "chance": 0.25,
-         "accuracy": {"acc": mean(0.5), "acc_norm": mean(0.625, 0.02)},
-         "reference": {"acc": mean(0.7, None), "acc_norm": mean(0.75, None)}},
-        {"task": "humaneval", "kind": "tests", "questions": 160, "chance": 0.0,
-         "accuracy": {"acc": mean(0.5), "acc_norm": None}, "right": [1.0] * 80 + [0.0] * 80,
-         "reference": {"acc": mean(0.625), "acc_norm": None},
-         "reference_right": [0.0] * 60 + [1.0] * 100},
-    ]  # fmt: skip
-    answers = {"answers": 9, "tokens": 900, "kl": mean(0.05), "same_top": 0.93, "flips": 0.005,
-               "agree": 2}  # fmt: skip
+        {
+            "task": "arc_easy",
+            "questions": 500,
+            "chance": 0.25,
+            "accuracy": {"acc": mean(0.5), "acc_norm": mean(0.625, 0.02)},
+            "reference": {"acc": mean(0.7, None), "acc_norm": mean(0.75, None)},
+        },
+        {
+            "task": "humaneval",
+            "kind": "tests",
+            "questions": 160,
+            "chance": 0.0,
+            "accuracy": {"acc": mean(0.5), "acc_norm": None},
+            "right": [1.0] * 80 + [0.0] * 80,
+            "reference": {"acc": mean(0.625), "acc_norm": None},
+            "reference_right": [0.0] * 60 + [1.0] * 100,
+        },
+    ]
+    answers = {
+        "answers": 9,
+        "tokens": 900,
+        "kl": mean(0.05),
+        "same_top": 0.93,
+        "flips": 0.005,
+        "agree": 2,
+    }
     changes = {"answers": answers} | changes
     known = {"eval_schema_version": 1, "fingerprint": fingerprint(open_checkpoint(of))}
     return known | {"text": {"score": score}, "tasks": tasks} | changes

@@ -236,10 +236,12 @@ CALLED, LINK = "gemma's & co (v1)", "https://x.y/z?a=b#c~d%20e"
         ("license:\n- mit\n- apache-2.0", {"license": ["mit", "apache-2.0"]}),
         ("license : mit  # as the code", {"license": "mit"}),
         ("x: !!bool maybe\nlicense: mit\ntitle: a: b", {"license": "mit"}),
-        (f"license: other\nlicense_name: {CALLED}\nlicense_link: {LINK}",
-         {"license": "other", "license_name": CALLED, "license_link": LINK}),
+        (
+            f"license: other\nlicense_name: {CALLED}\nlicense_link: {LINK}",
+            {"license": "other", "license_name": CALLED, "license_link": LINK},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_licence_is_taken_as_yaml_has_it(source, tmp_path, front, known):
     (source / "README.md").write_text(f"---\n{front}\n--- \nscores\n")
     convert(source, tmp_path / "relu")

@@ -6,9 +6,13 @@ from transformers import AutoModelForCausalLM
 from twellctl.bundle.twell_bundle import read_bundle
 
 BUNDLED = [  # what is read first, another module, and what is not Python
-    "modeling_twell.py", "twell_bundle.py", "twell_config.py", "twell_ffn.py",
-    "twell_kernels/README.md", "twell_kernels/ptx/mma.cuh",
-]  # fmt: skip
+    "modeling_twell.py",
+    "twell_bundle.py",
+    "twell_config.py",
+    "twell_ffn.py",
+    "twell_kernels/README.md",
+    "twell_kernels/ptx/mma.cuh",
+]
 
 
 @pytest.mark.parametrize("name", [*BUNDLED, "twell_manifest.json"])

@@ -85,16 +85,20 @@ def one_ffn(N: int, K: int, dtype: str = "BF16") -> dict[str, tuple[str, list[in
         ({"compression_config": {"format": "pack-quantized"}}, ("quantised", "original")),
         ({"text_config": {"hidden_act": "silu"}}, ("multimodal (text_config)", "text-only")),
         ({"vision_config": {}}, ("multimodal (vision_config)", "text-only")),
-        ({"model_type": "nova9", "auto_map": {"AutoModelForCausalLM": "m.N"}},
-         ("nova9", "remote code (auto_map)", "take a model")),
+        (
+            {"model_type": "nova9", "auto_map": {"AutoModelForCausalLM": "m.N"}},
+            ("nova9", "remote code (auto_map)", "take a model"),
+        ),
         ({"model_type": ...}, ("no model_type", "give")),
         ({"num_experts": 4}, ("mixture of experts", "dense")),
         ({"moe_num_experts": 4}, ("mixture of experts", "dense")),
-        ({"architectures": ["LlamaForSequenceClassification"]},
-         ("is a LlamaForSequenceClassification", "ForCausalLM")),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            ("is a LlamaForSequenceClassification", "ForCausalLM"),
+        ),
         ({"num_hidden_layers": 3}, ("2 gated FFNs in 3 layers", "gate_proj")),
     ],
-)  # fmt: skip
+)
 def test_config_that_does_not_fit(model, refused, changes, words):
     edit(model / "config.json", **changes)
     refused(model, str(model), *words)
@@ -137,10 +141,12 @@ def test_broken_config(model, refused, content, words):
 @pytest.mark.parametrize(
     ("file", "format"),
     [
-        ("pytorch_model.bin", ".bin"), ("model.pth", ".pth"), ("tf_model.h5", ".h5"),
+        ("pytorch_model.bin", ".bin"),
+        ("model.pth", ".pth"),
+        ("tf_model.h5", ".h5"),
         ("a.gguf", ".gguf"),
     ],
-)  # fmt: skip
+)
 def test_other_weight_formats(model, refused, file, format, with_config):
     for path in model.glob("*.safetensors*"):
         path.unlink()

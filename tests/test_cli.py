@@ -12,9 +12,21 @@ from twellctl.settings import flag_name
 from twellctl.training.recipe import Recipe
 
 COMMANDS = (
-    "convert", "write", "finetune", "profile", "export", "run", "quickstart", "generate", "chat",
-    "serve-local", "doctor", "eval", "bench model", "bench decode",
-)  # fmt: skip
+    "convert",
+    "write",
+    "finetune",
+    "profile",
+    "export",
+    "run",
+    "quickstart",
+    "generate",
+    "chat",
+    "serve-local",
+    "doctor",
+    "eval",
+    "bench model",
+    "bench decode",
+)
 
 
 @pytest.fixture
@@ -93,12 +105,15 @@ def test_brackets_are_not_taken_for_markup(cli, page):
 def test_choices_are_completed():
     words = {"COMP_WORDS": "twellctl finetune --lr-scheduler co", "COMP_CWORD": "3"}
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.argv[0] = 'twellctl'\n"
-         "from twellctl.__main__ import main; main()"],
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.argv[0] = 'twellctl'\nfrom twellctl.__main__ import main; main()",
+        ],
         env=os.environ | words | {"_TWELLCTL_COMPLETE": "complete_bash"},
         capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert done.stdout.split() == ["cosine", "constant"]
 
 
@@ -147,8 +162,10 @@ def test_a_reader_that_has_had_enough_is_no_failure(started, relu_llama, words):
 def test_what_stdout_cannot_spell_is_no_failure(silu_llama, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "twellctl", "convert", silu_llama, "ü1"],
-        cwd=tmp_path, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stderr
     assert b"?1" in done.stdout
 

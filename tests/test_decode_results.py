@@ -98,9 +98,15 @@ def test_what_screened_gates_read():
 def test_the_floor_of_a_step(tied):
     """1.5B as in the issue: 3.08 GB dense; of what is tied the embeddings are the head."""
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=1000, hidden_act="relu", tie_word_embeddings=tied,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=1000,
+        hidden_act="relu",
+        tie_word_embeddings=tied,
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     attention, norms = 64 * (64 + 32 + 32 + 64), 2 * 64
     others = 3 * (attention + norms) + 64 + 1000 * 64 + (0 if tied else 5 * 64)

@@ -315,14 +315,16 @@ def with_evil(out):
         (with_evil, "evil.TwellLlamaForCausalLM (auto_map)"),
         (map_to("owner/other--modeling_twell.TwellX"), "owner/other--modeling_twell.TwellX"),
         (lambda out: (out / "evil.py").write_bytes(b"#"), "evil.py is no code of its manifest"),
-        (lambda out: (out / "twell_kernels/x.py").write_bytes(b"#"),
-         "twell_kernels/x.py is no code of its manifest"),
+        (
+            lambda out: (out / "twell_kernels/x.py").write_bytes(b"#"),
+            "twell_kernels/x.py is no code of its manifest",
+        ),
         (lambda out: in_json(out / "tokenizer_config.json", auto_map=SLOW), "a.Slow (auto_map)"),
         (lambda out: in_json(out / "twell_manifest.json", sha256={}), "manifest.json was changed"),
         (lambda out: listed(out, "../x"), "'../x' would lie outside"),
         (lambda out: listed(out, "/etc/hostname"), "'/etc/hostname' would lie outside"),
     ],
-)  # fmt: skip
+)
 def test_code_beside_the_bundle_is_named(exported, spoil, named):
     (exported.parent / "x").write_bytes(b"#")
     spoil(exported)

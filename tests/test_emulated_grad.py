@@ -85,12 +85,14 @@ class Kernels(EmulatedKernels):
 @pytest.mark.parametrize(
     ("heads", "how"),
     [
-        ((4, 2, 64), {"turned": 48}), ((7, 1, 38), {"normed": True}),
-        ((4, 2, 100), {"window": 33}), ((2, 1, 128), {"cap": 2.0, "turned": 96}),
+        ((4, 2, 64), {"turned": 48}),
+        ((7, 1, 38), {"normed": True}),
+        ((4, 2, 100), {"window": 33}),
+        ((2, 1, 128), {"cap": 2.0, "turned": 96}),
         ((4, 2, 256), {"normed": True}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_heads(heads, how):
     of_gpu.check_attend(Kernels(), heads, [0, 15, 64, 77], splits=1, **how)
 

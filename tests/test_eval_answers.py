@@ -104,14 +104,17 @@ def test_prompts_come_out_of_chats(tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("match", "answer", "text", "is_right"),
     [
-        ("exact", "yes", " yes\n", True), ("exact", "yes", "yes.", False),
+        ("exact", "yes", " yes\n", True),
+        ("exact", "yes", "yes.", False),
         ("number", "1,200", "It is 7 times 3, so 1200.", True),
-        ("number", "-0.5", "x = -0.50", True), ("number", "4", "None.", False),
+        ("number", "-0.5", "x = -0.50", True),
+        ("number", "4", "None.", False),
         ("contains", "Paris", "The capital is Paris.", True),
-        ("contains", "Paris", "paris", False), ("regex", r"^[Aa]\b", "a) because", True),
+        ("contains", "Paris", "paris", False),
+        ("regex", r"^[Aa]\b", "a) because", True),
         ("regex", r"^[Aa]\b", "all", False),
     ],
-)  # fmt: skip
+)
 def test_what_counts_as_right(match, answer, text, is_right):
     assert questions.matches(Asked("?", answer, match), text) == is_right
 
@@ -150,9 +153,11 @@ def test_what_was_lost_is_counted_and_shown(cli, silu_llama, relu_llama, tmp_pat
     code = "```python\ndef f():\n    return {}\n```"
     scripted(
         monkeypatch,
-        {"silu": [code.format(1), code.format(1), "4", "9", "nothing"],
-         "relu": [code.format(2), code.format(1), "it is 4", "8", "16"]},
-    )  # fmt: skip
+        {
+            "silu": [code.format(1), code.format(1), "4", "9", "nothing"],
+            "relu": [code.format(2), code.format(1), "it is 4", "8", "16"],
+        },
+    )
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     coded = {"prompt": "Write f, which is 1.", "entry_point": "f", "tests": "assert f() == 1"}
@@ -166,9 +171,9 @@ def test_what_was_lost_is_counted_and_shown(cli, silu_llama, relu_llama, tmp_pat
     assert "code: 2 programs that the model writes would be run with" in cli(*words)[2][-1]
     status, out, err = cli(*words, "--run-code")
     assert status == 0, err
-    rows = [line.split() for line in out.splitlines()]
-    assert ["code", "2", "50.0", "+-", "50.0", "100.0", "-50.0", "+-", "50.0", "0", "1"] in rows  # fmt: skip  # noqa: E501
-    assert ["squares", "3", "66.7", "+-", "33.3", "66.7", "+-", "33.3", "+0.0", "+-", "57.7", "1", "1"] in rows  # fmt: skip  # noqa: E501
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert "code 2 50.0 +- 50.0 100.0 -50.0 +- 50.0 0 1" in rows
+    assert "squares 3 66.7 +- 33.3 66.7 +- 33.3 +0.0 +- 57.7 1 1" in rows
     shown = out.splitlines()
     place = shown.index("lost of code: Write f")
     assert shown[place + 1] == "  reference: ```python def f(): return 1 ```"

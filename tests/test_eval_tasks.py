@@ -81,10 +81,14 @@ def test_answers_are_of_one_choice_at_a_time(relu_llama, stock, tokenizer, tmp_p
 @pytest.mark.parametrize(
     ("query", "choice", "whole"),
     [
-        ("a = b", "cd", "a = b cd"), ("a = b ", "cd", "a = b cd"), ("a = b\n", "cd", "a = b\ncd"),
-        ("a = b", " cd", "a = b cd"), ("", "cd", "cd"), (" \n", "cd", "cd"),
+        ("a = b", "cd", "a = b cd"),
+        ("a = b ", "cd", "a = b cd"),
+        ("a = b\n", "cd", "a = b\ncd"),
+        ("a = b", " cd", "a = b cd"),
+        ("", "cd", "cd"),
+        (" \n", "cd", "cd"),
     ],
-)  # fmt: skip
+)
 def test_a_space_is_put_where_there_is_none(tokenizer, query, choice, whole):
     made = choices.continuation(tokenizer, Question(query, (choice, "x"), 0), choice, None)
     stem = query.rstrip()

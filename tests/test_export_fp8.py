@@ -230,11 +230,13 @@ TAKE = "is quantised already (FP8): take the model that it was exported from, 'm
     "words",
     [
         ("finetune", "IN", "OUT", "--data", "TEXT"),
-        ("finetune", "IN", "OUT", "--data", "TEXT", "--dry-run"), ("export", "IN", "OUT"),
-        ("export", "IN", "OUT", "--quantize", "fp8"), ("convert", "IN", "OUT"),
+        ("finetune", "IN", "OUT", "--data", "TEXT", "--dry-run"),
+        ("export", "IN", "OUT"),
+        ("export", "IN", "OUT", "--quantize", "fp8"),
+        ("convert", "IN", "OUT"),
     ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_what_changes_weights_refuses_it(exported, text_file, tmp_path, cli, words):
     given = {"IN": exported, "OUT": tmp_path / "out", "TEXT": text_file}
     code, _, err = cli(*(given.get(word, word) for word in words))

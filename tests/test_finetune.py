@@ -219,9 +219,20 @@ def test_what_it_holds(whole):
     assert [row["step"] for row in found if "held_out" in row] == [0, 5, 10, 12]
     last = found[-1]
     assert set(last) == {
-        "step", "tokens", "loss", "teacher_kl", "held_out", "held_out_kl", "held_out_density",
-        "density", "density_by_layer", "price", "tokens_per_second", "learning_rate", "seconds",
-    }  # fmt: skip
+        "step",
+        "tokens",
+        "loss",
+        "teacher_kl",
+        "held_out",
+        "held_out_kl",
+        "held_out_density",
+        "density",
+        "density_by_layer",
+        "price",
+        "tokens_per_second",
+        "learning_rate",
+        "seconds",
+    }
     assert (last["tokens"], last["held_out"]) == (12 * 4 * 32, whole.cross_entropy)
     assert last["held_out_density"] == whole.density
     assert last["held_out_kl"] == whole.teacher_kl

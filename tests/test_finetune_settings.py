@@ -150,10 +150,13 @@ def test_a_lone_process_takes_one_of_two_gpus(relu_llama, text_file, tmp_path, m
 @pytest.mark.parametrize(
     ("batch", "most", "processes", "taken"),
     [
-        (24, 8, 1, (8, 3)), (24, 8, 2, (6, 2)), (24, 5, 1, (4, 6)), (2, 8, 2, (1, 1)),
+        (24, 8, 1, (8, 3)),
+        (24, 8, 2, (6, 2)),
+        (24, 5, 1, (4, 6)),
+        (2, 8, 2, (1, 1)),
         (26, 8, 2, (1, 13)),
     ],
-)  # fmt: skip
+)
 def test_as_many_blocks_at_once_as_divide_a_share(batch, most, processes, taken):
     recipe = Recipe(batch_size=batch, micro_batch_size=most)
     assert micro_batch(recipe, processes) == taken

@@ -35,7 +35,11 @@ SMALL = {
     "write": {"max_tokens": 8, "tokens": 600},
     "convert": {"tokens": 2000, "seq_len": 32, "steps": 2, "step_tokens": 64, "eval_windows": 2},
     "finetune": {
-        "max_tokens": 256, "seq_len": 32, "batch_size": 2, "micro_batch_size": 1, "eval_blocks": 2,
+        "max_tokens": 256,
+        "seq_len": 32,
+        "batch_size": 2,
+        "micro_batch_size": 1,
+        "eval_blocks": 2,
         "teacher": MODELS[0],
     },
     "profile": {"windows": 2, "seq_len": 32},
@@ -45,13 +49,21 @@ SMALL = {
     "run": {"keep_going": "on"},
     "model": {"device": "cpu", "tokens": 64, "seq_len": 32, "rounds": 1},
     "decode": {"device": "cpu", "batch": 1, "prompt_tokens": 8, "new_tokens": 10},
-}  # fmt: skip
+}
 # what another test runs, or nothing here: downloads, .ci/run and the engines of others
 ELSEWHERE = (
-    ". .venv/bin/activate", "python3 -m venv .venv", "pytest -n 2", ".ci/run", "hf download",
-    "curl -LO", "gunzip", "vllm serve", "python convert_hf_to_gguf.py", "llama-quantize",
+    ". .venv/bin/activate",
+    "python3 -m venv .venv",
+    "pytest -n 2",
+    ".ci/run",
+    "hf download",
+    "curl -LO",
+    "gunzip",
+    "vllm serve",
+    "python convert_hf_to_gguf.py",
+    "llama-quantize",
     "llama-server",
-)  # fmt: skip
+)
 OUTS = re.compile(r'(?:write|convert|finetune|export)(?:\([^,]+, "| \S+ )([\w.-]+)')
 pytestmark = pytest.mark.skipif(
     not (ROOT / "pyproject.toml").is_file(), reason="no checkout around the tests"

@@ -28,11 +28,13 @@ def entry(start: object, stop: object, shape: object = (4,), dtype: object = "F3
     ("header", "said"),
     [
         ({A: entry(0, 16), B: entry(8, 24)}, "offset"),
-        ({A: entry(-16, 0)}, "`-16`, expected usize"), ({A: entry(0, 16, dtype="F17")}, "`F17`"),
-        ({"\ud800": entry(0, 16)}, "hex escape"), (b'{"a":' * 200 + b"1" + b"}" * 200, "invalid"),
+        ({A: entry(-16, 0)}, "`-16`, expected usize"),
+        ({A: entry(0, 16, dtype="F17")}, "`F17`"),
+        ({"\ud800": entry(0, 16)}, "hex escape"),
+        (b'{"a":' * 200 + b"1" + b"}" * 200, "invalid"),
         (b"[" * 100_000, "copy it again"),
     ],
-)  # fmt: skip
+)
 def test_headers(tmp_path, header, said):
     path = tmp_path / "model.safetensors"
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -97,12 +99,16 @@ def test_a_head_that_is_not_there(make_model, tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_attention_heads": 5}, {"dtype": 5}, {"eos_token_id": "x"},
-        {"rope_parameters": {"rope_type": "x"}}, {"rms_norm_eps": "a"}, {"auto_map": 5},
+        {"num_attention_heads": 5},
+        {"dtype": 5},
+        {"eos_token_id": "x"},
+        {"rope_parameters": {"rope_type": "x"}},
+        {"rms_norm_eps": "a"},
+        {"auto_map": 5},
         {"attn_implementation": "x"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_configs_of_which_transformers_makes_nothing(relu_llama, tmp_path, changes):
     folder = spoilt(relu_llama, tmp_path / "model", changes)
     said = "transformers makes no model of its config.json and weights"

@@ -59,8 +59,11 @@ def test_sound_programs_pass(nothing_left):
         ("import os\nwhile True: os.fork()", "BlockingIOError"),
         ("import subprocess\nsubprocess.run(['true'])", "BlockingIOError"),
         ("import os\nos.execv('/bin/true', ['true'])", "PermissionError"),
-        ("n = 0\nwhile True:\n    n += 1\n    try: open(str(n), 'wb').write(bytes(1 << 24))\n"
-         "    except OSError: pass", "it wrote more than 64 MiB"),
+        (
+            "n = 0\nwhile True:\n    n += 1\n    try: open(str(n), 'wb').write(bytes(1 << 24))\n"
+            "    except OSError: pass",
+            "it wrote more than 64 MiB",
+        ),
         ("open('x', 'wb').write(bytes(1 << 25))", "OSError: [Errno 27] File too large"),
         ("open('/tmp/x-of-a-program', 'w')", "PermissionError"),
         ("import os\nos.mkdir('deep')", "PermissionError"),
@@ -73,12 +76,14 @@ def test_sound_programs_pass(nothing_left):
         ("raise SystemExit", "it ended by itself"),
         ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "PermissionError"),
         ("import os, signal\nos.killpg(os.getpgid(os.getppid()), 9)", "PermissionError"),
-        ("import os, resource as r\nr.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))",
-         "PermissionError"),
+        (
+            "import os, resource as r\nr.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))",
+            "PermissionError",
+        ),
         ("import sys\nwhile True: print('x' * 999, file=sys.stderr)", "x"),
         ("def f(:", "SyntaxError"),
     ],
-)  # fmt: skip
+)
 def test_what_does_harm_ends_as_failed(nothing_left, program, said):
     if not limited.guards().files and said.startswith(("it wrote", "OSError")):
         said = "it ran for more than 1 s" if "while" in program else "PermissionError"

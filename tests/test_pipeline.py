@@ -39,9 +39,8 @@ def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path)
     assert {*made} == {"relu", "eval.json", "profile.json", "exported", "run.json"}
     card = (out / "exported/README.md").read_text()
     assert "How many of its neurons fire has not been measured" not in card
-    assert [line.split(":")[0] for line in pipe(STEPS, "--keep-going")[2]] == [
-        "convert", "eval", "profile", "export",
-    ]  # fmt: skip
+    _, _, err = pipe(STEPS, "--keep-going")
+    assert [line.split(":")[0] for line in err] == ["convert", "eval", "profile", "export"]
     assert made == {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
 
     with json_in(out / "eval.json") as found:
@@ -65,11 +64,8 @@ def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path)
 def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
     assert pipe(STEPS.split("profile")[0], "--keep-going")[0] == 0
     code, _, err = pipe(STEPS.replace("windows: 1", "windows: 2"))
-    assert (code, err) == (
-        1,
-        [f"error: {tmp_path}/out/eval.json was made with other settings: remove it, or name "
-         "another out"],
-    )  # fmt: skip
+    said = "eval.json was made with other settings: remove it, or name another out"
+    assert (code, err) == (1, [f"error: {tmp_path}/out/{said}"])
     (tmp_path / "out/eval.json").unlink()
     assert pipe(STEPS.replace("windows: 1", "windows: 2"), "--keep-going")[0] == 0
     for step in ("revision: main", "text-column: text"):  # of a step before it

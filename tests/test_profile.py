@@ -262,13 +262,15 @@ def test_a_profile_that_does_not_fit_the_model_is_no_part_of_an_export(
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("{", "is not valid JSON"), ("[]", "holds no JSON object"), ("{}", r"no schema_version"),
+        ("{", "is not valid JSON"),
+        ("[]", "holds no JSON object"),
+        ("{}", r"no schema_version"),
         ('{"schema_version": 2}', "schema_version 2, this twellctl reads 1"),
         ('{"schema_version": 1}', "not a complete profile"),
         ('{"schema_version": 1, "by_kind": [1]}', "not a complete profile"),
         (None, "cannot be read: No such file"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_profile_is_refused(tmp_path, content, sentence):
     path = tmp_path / "profile.json"
     if content is not None:

@@ -32,10 +32,15 @@ def console(monkeypatch):
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [
-        (0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"),
-        (3599.7, "1 h 00 min"), (3780, "1 h 03 min"), (14494.5 * 60, "10 d 1 h"),
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (200, "3 min 20 s"),
+        (3599.7, "1 h 00 min"),
+        (3780, "1 h 03 min"),
+        (14494.5 * 60, "10 d 1 h"),
     ],
-)  # fmt: skip
+)
 def test_durations_are_as_people_say_them(seconds, said):
     assert ui.duration(seconds) == said
 

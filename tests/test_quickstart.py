@@ -44,8 +44,14 @@ def test_the_whole_job(third, tmp_path, capsys):
     assert 2 * len("".join(done.text.split())) > len(done.text)  # no run of spaces
     names = {path.name for path in out.iterdir()}
     assert names == {
-        "silu", "relu", "sparse", "export", "profile.json", "train.jsonl", "val.jsonl",
-    }  # fmt: skip
+        "silu",
+        "relu",
+        "sparse",
+        "export",
+        "profile.json",
+        "train.jsonl",
+        "val.jsonl",
+    }
     profile = json.loads((out / "profile.json").read_text())
     assert (profile["model"], profile["data"]) == ("sparse", ["val.jsonl"])
     assert list(tmp_path.iterdir()) == [out]

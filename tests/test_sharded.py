@@ -232,10 +232,12 @@ def test_a_checkpoint_ends_where_one_process_writes_longer(processes, tmp_path):
         ({"FSDP_VERSION": "2", "FSDP_FORWARD_PREFETCH": "true"}, "fsdp_forward_prefetch true"),
         ({"FSDP_VERSION": "2", "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE"}, "leave it out"),
         ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "nothing is kept in host memory"),
-        ({"FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
-         "give --gradient-checkpointing"),
+        (
+            {"FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
+            "give --gradient-checkpointing",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_accelerate_config_that_cannot_work(monkeypatch, told, said):
     for name, value in ({"ACCELERATE_USE_FSDP": "true"} | told).items():
         monkeypatch.setenv(name, value)

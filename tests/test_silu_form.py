@@ -32,20 +32,33 @@ def plain(folder: Path, **how) -> torch.Tensor:
 def layer(**changes: float) -> LayerProfile:
     """20 of its 1000 neurons fire."""
     fields = {
-        "nnz_mean": 20.0, "nnz_p10": 10, "nnz_p50": 20, "nnz_p90": 40, "nnz_p99": 60,
-        "nnz_max": 80, "density": 0.02, "dead": 20, "slots": 32, "overflow": 0.0005,
-        "largest_gate": 0.0, "largest_hidden": 0.0,
-    }  # fmt: skip
+        "nnz_mean": 20.0,
+        "nnz_p10": 10,
+        "nnz_p50": 20,
+        "nnz_p90": 40,
+        "nnz_p99": 60,
+        "nnz_max": 80,
+        "density": 0.02,
+        "dead": 20,
+        "slots": 32,
+        "overflow": 0.0005,
+        "largest_gate": 0.0,
+        "largest_hidden": 0.0,
+    }
     return LayerProfile(**fields | changes)
 
 
 @pytest.mark.parametrize(
     ("gate", "hidden", "sharpness", "share"),
     [
-        (0.0, 0.0, 256, 16), (127.0, 2000.0, 256, 16), (129.0, 2000.0, 128, 8),
-        (129.0, 2100.0, 128, 8), (5.0, 2100.0, 256, 8), (1e5, 1e5, 16, 1),
+        (0.0, 0.0, 256, 16),
+        (127.0, 2000.0, 256, 16),
+        (129.0, 2000.0, 128, 8),
+        (129.0, 2100.0, 128, 8),
+        (5.0, 2100.0, 256, 8),
+        (1e5, 1e5, 16, 1),
     ],
-)  # fmt: skip
+)
 def test_the_power_is_the_largest_that_leaves_room_in_fp16(gate, hidden, sharpness, share):
     layers = [layer(largest_gate=gate, largest_hidden=hidden), layer()]
     form, most = choose_form(layers, 2)

@@ -79,22 +79,22 @@ WRITTEN = "<|user|>hi\n<|assistant|>ho\n"
     ("row", "text"),
     [
         ({"messages": CHAT}, WRITTEN),
-        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
-         WRITTEN),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+            WRITTEN,
+        ),
         ({"conversations": CHAT, "system": "S"}, "<|system|>S\n" + WRITTEN),
-        ({"messages": PARTS},
-         WRITTEN),
+        ({"messages": PARTS}, WRITTEN),
         ({"prompt": "hi", "completion": "ho"}, WRITTEN),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, WRITTEN),
         ({"instruction": "hi", "input": "", "output": "ho"}, WRITTEN),
-        ({"instruction": "hi", "input": "x", "output": "ho"},
-         "<|user|>hi\n\nx\n<|assistant|>ho\n"),
+        ({"instruction": "hi", "input": "x", "output": "ho"}, "<|user|>hi\n\nx\n<|assistant|>ho\n"),
         ({"instruction": "hi", "context": None, "response": "ho", "category": 3}, WRITTEN),
         ({"question": "hi", "answer": "ho"}, WRITTEN),
         ({"text": "as it is", "messages": CHAT}, "as it is"),
     ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "json"])
 def test_rows_as_the_hub_has_them(tokenizer, tmp_path, row, text, kind):
     path, table = tmp_path / f"a.{kind}", pyarrow.Table.from_pylist([row, row])

@@ -148,12 +148,23 @@ def test_the_table_of_layers(end):
     )
     (row,) = kernels.call[3][0].tolist()
     of_layer = {
-        "input_norm": layer.norms.attention, "qkv": layer.qkv.weight, "qkv_bias": layer.qkv.bias,
-        "out": layer.out.weight, "out_bias": None, "ffn_norm": layer.norms.ffn,
-        "gate": layer.ffn.w_gate, "up": layer.ffn.w_up, "down": layer.ffn.w_down, "gate_bias": None,
-        "up_bias": layer.ffn.b_up, "down_bias": None, "keys": layer.attend.keys,
-        "values": layer.attend.values, "q_norm": None, "k_norm": None,
-    }  # fmt: skip
+        "input_norm": layer.norms.attention,
+        "qkv": layer.qkv.weight,
+        "qkv_bias": layer.qkv.bias,
+        "out": layer.out.weight,
+        "out_bias": None,
+        "ffn_norm": layer.norms.ffn,
+        "gate": layer.ffn.w_gate,
+        "up": layer.ffn.w_up,
+        "down": layer.ffn.w_down,
+        "gate_bias": None,
+        "up_bias": layer.ffn.b_up,
+        "down_bias": None,
+        "keys": layer.attend.keys,
+        "values": layer.attend.values,
+        "q_norm": None,
+        "k_norm": None,
+    }
     ffn = layer.ffn
     scales = [layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down] if end else []
     names = [*of_layer, "copy", "limits", "window", *(f"scales[{i}]" for i in range(len(scales)))]
@@ -179,9 +190,16 @@ def test_weights_that_lie_otherwise_are_refused():
     turned = replace(layer, ffn=replace(layer.ffn, w_down=bf16(2048, 64).t()))
     with pytest.raises(ValueError, match="by rows of neurons"):
         WholeStep(
-            OneLaunch(), H200, SMALL, [turned], *[bf16(8, 2048)] * 3,
-            Rotary(bf16(1, 64), bf16(1, 64), 64), SCALES, form="sparse", num_own=64,
-        )  # fmt: skip
+            OneLaunch(),
+            H200,
+            SMALL,
+            [turned],
+            *[bf16(8, 2048)] * 3,
+            Rotary(bf16(1, 64), bf16(1, 64), 64),
+            SCALES,
+            form="sparse",
+            num_own=64,
+        )
 
 
 # ---- attention and the norms

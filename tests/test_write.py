@@ -308,11 +308,13 @@ def test_a_sparse_model_answers(relu_llama, tmp_path, monkeypatch):
         ({"instruction": "a", "input": 7}, "p.jsonl:2 has no text in its instruction"),
         ({"messages": []}, "p.jsonl:2 has no text in its messages"),
         ({"messages": [{"role": "user"}]}, "p.jsonl:2 has no text in its messages"),
-        ({"messages": [{"role": "assistant", "content": "a"}]},
-         "p.jsonl:2: its messages must end with the user's"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "p.jsonl:2: its messages must end with the user's",
+        ),
         (None, "p.jsonl holds no prompt"),
     ],
-)  # fmt: skip
+)
 def test_prompts_without_text_are_told_by_their_line(silu_llama, tmp_path, row, said):
     path = tmp_path / "p.jsonl"
     path.write_text("" if row is None else json.dumps({"prompt": "a"}) + "\n" + json.dumps(row))

@@ -253,9 +253,13 @@ def test_as_transformers(kernels, family, length):
     }[family]
     H, Hkv, D, K = 8, 4, 64, 128
     config = config(
-        hidden_size=K, num_attention_heads=H, num_key_value_heads=Hkv, head_dim=D,
-        num_hidden_layers=1, attn_implementation="sdpa",
-    )  # fmt: skip
+        hidden_size=K,
+        num_attention_heads=H,
+        num_key_value_heads=Hkv,
+        head_dim=D,
+        num_hidden_layers=1,
+        attn_implementation="sdpa",
+    )
     torch.manual_seed(1)
     theirs = module(config, 0).to(DEVICE, torch.bfloat16).requires_grad_(False)
     theirs.o_proj = torch.nn.Identity()
@@ -279,10 +283,15 @@ def test_as_transformers(kernels, family, length):
     qkv = F.linear(x[:, -1], torch.cat(weights))
     plan = plan_attend(1, H, Hkv, D, 512, 132)
     found = attend(
-        kernels, plan, layer, qkv, torch.tensor([length], dtype=torch.int32, device=DEVICE),
-        pages.tables, rotary_tables(embedding, 512, D, DEVICE),
+        kernels,
+        plan,
+        layer,
+        qkv,
+        torch.tensor([length], dtype=torch.int32, device=DEVICE),
+        pages.tables,
+        rotary_tables(embedding, 512, D, DEVICE),
         open_workspace([plan], torch.device(DEVICE)),
-    )  # fmt: skip
+    )
     keys, values = pages.of_row(0)
     close(keys, cache.layers[0].keys[0], 2)
     close(values, cache.layers[0].values[0], 2)

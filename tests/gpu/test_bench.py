@@ -15,10 +15,14 @@ from twellctl.bundle.twell_nvrtc import what_is_missing
 
 pytestmark = pytest.mark.gpu
 SIZES = {
-    "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2048,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 16384,
+    "num_hidden_layers": 2,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 16384,
     "max_position_embeddings": 2048,
-}  # fmt: skip
+}
 FP8 = ["dense FP8 row-wise compile", "dense FP8 tensor-wise compile"]
 
 

@@ -14,10 +14,14 @@ needs_e4m3 = pytest.mark.skipif(
     reason="FP8 products need compute capability 8.9",
 )
 SIZES = {
-    "num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2048,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 16384,
+    "num_hidden_layers": 2,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 16384,
     "max_position_embeddings": 2048,
-}  # fmt: skip
+}
 SHORT = ("--prompt-tokens", "32", "--new-tokens", "40", "--density", "0.02")
 
 

@@ -24,11 +24,18 @@ def tiny():
 
     def make(**changes):
         settings = {
-            "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 256,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "max_position_embeddings": 512, "eos_token_id": None, "pad_token_id": 0,
-            "initializer_range": 0.3, "hidden_act": "relu",
-        }  # fmt: skip
+            "vocab_size": 1000,
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            "initializer_range": 0.3,
+            "hidden_act": "relu",
+        }
         torch.manual_seed(0)
         config = AutoConfig.for_model("llama", **settings | changes)
         return AutoModelForCausalLM.from_config(config).eval().cuda()

@@ -18,13 +18,20 @@ from twellctl.models.quantised import round_model
 pytestmark = pytest.mark.gpu
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {
-    "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": MIXED,
-    "sliding_window": 40, "vocab_size": 1001,
-}  # fmt: skip
+    "head_dim": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "layer_types": MIXED,
+    "sliding_window": 40,
+    "vocab_size": 1001,
+}
 GRANITE = {
-    "vocab_size": 1003, "embedding_multiplier": 12.0, "attention_multiplier": 0.02,
-    "residual_multiplier": 0.22, "logits_scaling": 8.0,
-}  # fmt: skip
+    "vocab_size": 1003,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.02,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 HEADS_OF_96 = {"hidden_size": 576, "num_attention_heads": 6, "num_key_value_heads": 6}
 ODD_HEADS = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
 IN_PART = {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
@@ -71,10 +78,18 @@ NUM_TOKENS = 40
 def make(family: str, changes: dict | None = None):
     """A random ReLU model in bf16 whose logits spread over some units."""
     settings = {
-        "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1416, "num_hidden_layers": 3,
-        "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 2048,
-        "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.06, "hidden_act": "relu",
-    }  # fmt: skip
+        "vocab_size": 1000,
+        "hidden_size": 512,
+        "intermediate_size": 1416,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 2048,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "initializer_range": 0.06,
+        "hidden_act": "relu",
+    }
     torch.manual_seed(0)
     settings |= FAMILIES[family] if changes is None else changes
     settings["hidden_activation"] = settings["hidden_act"]  # as Gemma calls it

@@ -25,16 +25,23 @@ def launch_plan(kernels, shape: Shape, counts, entries, smem_bytes: int):
         garbage = torch.full(sizes, -1515870811, dtype=torch.int64, device="cuda")
         lists[name] = garbage.to(torch.from_numpy(np.empty(0, signed)).dtype)
     lists["heavy_count"].zero_()
-    M, N, S, cap, tile_tokens, panel_rows = (
-        shape.M, shape.N, shape.S, shape.cap, shape.tile_tokens, shape.panel_rows
-    )  # fmt: skip
     kernels.launch(
         "plan_cluster",
         (shape.num_tiles * PLAN_CLUSTER,),
         PLAN_CLUSTER_BLOCK,
         (
-            *(counts, entries, M, N, S, cap, shape.most or cap, tile_tokens, panel_rows),
-            *(shape.num_panels, shape.group_rounds, *lists.values()),
+            counts,
+            entries,
+            shape.M,
+            shape.N,
+            shape.S,
+            shape.cap,
+            shape.most or shape.cap,
+            shape.tile_tokens,
+            shape.panel_rows,
+            shape.num_panels,
+            shape.group_rounds,
+            *lists.values(),
         ),
         smem_bytes,
     )

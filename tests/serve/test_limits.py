@@ -286,10 +286,14 @@ def test_a_public_command_drains_then_hurries(started, relu_llama):
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("timeout", 0), ("timeout", float("nan")), ("drain", -1), ("max_running", 0),
-        ("max_waiting", 0), ("port", 70000),
+        ("timeout", 0),
+        ("timeout", float("nan")),
+        ("drain", -1),
+        ("max_running", 0),
+        ("max_waiting", 0),
+        ("port", 70000),
     ],
-)  # fmt: skip
+)
 def test_settings_out_of_range_are_refused(relu_llama, setting, value):
     with pytest.raises(UsageError, match=f"{setting.replace('_', '-')} must be .*got {value}"):
         serve_local(relu_llama, **{setting: value})

@@ -8,29 +8,52 @@ from serving_client import chat, complete, post
 
 # values that a parameter may not have: as the client names it, and of those that it does not know
 CHAT = {
-    "max_tokens": (-1, 0, 2.5, True, 10**9), "temperature": (-0.1, 2.1, "hot"), "top_p": (1.5,),
-    "seed": (2**63, "x"), "n": (0, 129), "stop": ([1], ["a"] * 65), "logprobs": (2,),
-    "logit_bias": ({"5": 101}, {"x": 1}, {"512": 1}), "presence_penalty": (2.5,),
-    "frequency_penalty": (-2.5,), "stream_options": ({"include_usage": True},),
-    "top_logprobs": (2,), "tools": ([{"type": "function"}],), "tool_choice": ("required",),
+    "max_tokens": (-1, 0, 2.5, True, 10**9),
+    "temperature": (-0.1, 2.1, "hot"),
+    "top_p": (1.5,),
+    "seed": (2**63, "x"),
+    "n": (0, 129),
+    "stop": ([1], ["a"] * 65),
+    "logprobs": (2,),
+    "logit_bias": ({"5": 101}, {"x": 1}, {"512": 1}),
+    "presence_penalty": (2.5,),
+    "frequency_penalty": (-2.5,),
+    "stream_options": ({"include_usage": True},),
+    "top_logprobs": (2,),
+    "tools": ([{"type": "function"}],),
+    "tool_choice": ("required",),
     "response_format": ({"type": "xml"}, {"type": "json_schema", "json_schema": {"name": "a"}}),
-    "reasoning_effort": ("low",), "messages": ([], "hi"),
-}  # fmt: skip
+    "reasoning_effort": ("low",),
+    "messages": ([], "hi"),
+}
 CHAT_MORE = {
-    "top_k": (-2,), "repetition_penalty": (0,), "min_p": (1.1, False), "stop_token_ids": ([3],),
-    "options": ({"num_ctx": 5},), "chat_template_kwargs": (5, {"messages": []}), "prompt": ("x",),
-    "continue_final_message": (True,), "stream": ("yes",), "twell_densities": (True,),
+    "top_k": (-2,),
+    "repetition_penalty": (0,),
+    "min_p": (1.1, False),
+    "stop_token_ids": ([3],),
+    "options": ({"num_ctx": 5},),
+    "chat_template_kwargs": (5, {"messages": []}),
+    "prompt": ("x",),
+    "continue_final_message": (True,),
+    "stream": ("yes",),
+    "twell_densities": (True,),
     "temprature": (1,),
-}  # fmt: skip
+}
 MESSAGES = {
-    "[0]": "hi", "[0].role": {"role": "robot", "content": "x"}, "[0].content": {"role": "user"},
+    "[0]": "hi",
+    "[0].role": {"role": "robot", "content": "x"},
+    "[0].content": {"role": "user"},
     "[0].function_call": {"role": "assistant", "function_call": {"name": "f"}},
     "[0].tool_calls": {"role": "assistant", "tool_calls": [3]},
-}  # fmt: skip
+}
 COMPLETION = {
-    "prompt": ("", [], [""], [[]], [1, "a"], {"a": 1}, [512], [-1], [True]), "max_tokens": (-1,),
-    "logprobs": (6, -1), "echo": (1,), "best_of": (2,), "suffix": ("x",),
-}  # fmt: skip
+    "prompt": ("", [], [""], [[]], [1, "a"], {"a": 1}, [512], [-1], [True]),
+    "max_tokens": (-1,),
+    "logprobs": (6, -1),
+    "echo": (1,),
+    "best_of": (2,),
+    "suffix": ("x",),
+}
 COMPLETION_MORE = {"logprobs": (True,), "top_logprobs": (1,), "messages": ([],)}
 
 
@@ -51,9 +74,11 @@ CHAT_ERRORS = [
     ({"stream": True, "extra_body": {"twell_densities": 1}}, "twell_densities"),
 ]
 COMPLETION_ERRORS = [
-    *cases(COMPLETION, COMPLETION_MORE), ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens"),
-    ({"prompt": ["a"] * 65, "n": 2}, "prompt"), ({"echo": True, "presence_penalty": 1}, "echo"),
-]  # fmt: skip
+    *cases(COMPLETION, COMPLETION_MORE),
+    ({"prompt": [5] * 250, "max_tokens": 7}, "max_tokens"),
+    ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
+    ({"echo": True, "presence_penalty": 1}, "echo"),
+]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,14 @@ from twellctl.profile import profile
 
 HERE = Path(__file__).parent
 SIZES = {  # heads of 32, which vLLM's attention has on CPUs, too
-    "hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.08, "dtype": "bfloat16",
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "initializer_range": 0.08,
+    "dtype": "bfloat16",
+}
 
 
 @pytest.fixture(scope="session")

@@ -54,16 +54,20 @@ def test_an_export_with_a_profile_is_served():
         ({"slots": [8]}, 'in config.json "twell" must hold 2 slots, .*: export it again'),
         ({"format_version": 9}, "format_version 9, this code reads 1: export it again"),
         ({"hidden_act": "relu"}, "not that of a ReLU model written as SiLU: export it again"),
-        ({"activation": None, "sharpness": None, "down_share": None},
-         "not that of a ReLU model written as SiLU: export it again"),
+        (
+            {"activation": None, "sharpness": None, "down_share": None},
+            "not that of a ReLU model written as SiLU: export it again",
+        ),
         ({"quantized": True}, "exported in bf16: drop --quantization, or serve it densely"),
-        ({"fp8": {"format": "int-quantized"}, "quantized": True},
-         "quantization_config is not that of an FP8 export: export it again"),
+        (
+            {"fp8": {"format": "int-quantized"}, "quantized": True},
+            "quantization_config is not that of an FP8 export: export it again",
+        ),
         ({"fp8": FP8, "densities": None}, "holds no profile, .* export it with --profile"),
         ({"fp8": FP8, "quantized": True, "lora": True}, "not support adapters: drop --enable-lora"),
         ({"lora": True}, "do not support adapters: drop --enable-lora, or serve it densely"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_served_is_named(changes, told):
     with pytest.raises(TwellError, match=f"^some/model: .*{told}"):
         check(**changes)

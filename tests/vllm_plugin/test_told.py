@@ -9,11 +9,14 @@ OVER_TWELL, DENSELY = "it skips those that do not fire", "add `--model-impl tran
 @pytest.mark.parametrize(
     ("family", "profiled", "quantize", "over_twell"),
     [
-        ("qwen3", True, None, True), ("phi3", True, None, True), ("llama", True, "fp8", True),
-        ("llama", False, None, False), ("llama", False, "fp8", False),
+        ("qwen3", True, None, True),
+        ("phi3", True, None, True),
+        ("llama", True, "fp8", True),
+        ("llama", False, None, False),
+        ("llama", False, "fp8", False),
         ("smollm3", True, None, False),
     ],
-)  # fmt: skip
+)
 def test_the_card_says_how_vllm_serves_it(make_export, family, profiled, quantize, over_twell):
     folder = make_export(family, profiled=profiled, quantize=quantize)
     card = (folder / "README.md").read_text()
