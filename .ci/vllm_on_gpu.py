@@ -35,7 +35,7 @@ from twellctl.firing.counts import count_layers
 from twellctl.firing.profiled import Profile
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import fingerprint
-from twellctl.models.quantised import in_fp8, kept_layers
+from twellctl.models.quantised import kept_layers, round_tensors
 from twellctl.models.silu_form import choose_form, factors, scaled
 
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
@@ -280,7 +280,7 @@ def _as_exported(config: Path, density: float, fp8: bool, context: int, weights:
     if fp8:
         kept = kept_layers(model)
         linears = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        tensors = in_fp8(tensors, frozenset(linears - set(kept)))
+        tensors = round_tensors(tensors, frozenset(linears - set(kept)))
         written["quantization_config"] = quantization_config(kept)
     weights.update(tensors)
     return written, fires

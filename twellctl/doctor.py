@@ -45,14 +45,14 @@ def doctor(
     cuda = torch_cuda()
     driver, driver_cuda = find_driver()
     libraries, gpu = find_libraries(), find_gpu(driver, cuda)
-    found = (libraries, driver, gpu, find_cupy(cuda), find_nvrtc(cuda, driver_cuda))
+    found = [libraries, driver, gpu, find_cupy(cuda), find_nvrtc(cuda, driver_cuda)]
     variables = find_variables()
     if gpu.state == "ok":
         note("loading the kernels; the first time they are compiled, some ten seconds")
     kernels = find_kernels(gpu)
     works = _works(libraries, gpu, kernels, variables)
-    found = (*found, variables, kernels, find_cache(), find_vllm(), works)
-    return Diagnosis(found, () if model is None else _find_folder(model))
+    found += [variables, kernels, find_cache(), find_vllm(), works]
+    return Diagnosis(tuple(found), () if model is None else _find_folder(model))
 
 
 def _works(libraries: Finding, gpu: Finding, kernels: Finding, variables: Finding) -> Finding:
@@ -77,12 +77,11 @@ def _find_folder(model: str | Path) -> tuple[Finding, ...]:
         checkpoint = open_checkpoint(model)
     except TwellError as error:
         return (Finding("checkpoint", "bad", str(error)),)
-    ffn = checkpoint.ffn
-    form = checkpoint.silu_form
+    ffn, form, scheme = checkpoint.ffn, checkpoint.silu_form, checkpoint.scheme
     what = (
         f"{checkpoint.config['model_type']}, {checkpoint.activation}"
         f"{f' as SiLU of sharpness {least_sharpness(form)}' if form else ''}"
-        f"{', FP8' if checkpoint.is_fp8 else ''}, {ffn.num_layers} gated FFNs "
+        f"{f', {scheme.title}' if scheme else ''}, {ffn.num_layers} gated FFNs "
         f"{ffn.hidden_size} x {ffn.intermediate_size}, {len(checkpoint.tensors)} tensors in "
         f"{len(checkpoint.shards)} files"
     )
@@ -90,14 +89,14 @@ def _find_folder(model: str | Path) -> tuple[Finding, ...]:
 
 
 def _find_bundle(checkpoint: Checkpoint) -> Finding:
-    named = _named_code(checkpoint.path)
+    named, scheme = _named_code(checkpoint.path), checkpoint.scheme
     exported = any(target.startswith("modeling_twell.") for target in named)
     if not exported and not (checkpoint.path / "twell_manifest.json").exists():
         return Finding("bundle", "none", "none: this is not an export")
     try:
         from twellctl.bundle.twell_bundle import make_bundle, read_bundle
 
-        guarded = [checkpoint.path / shard for shard in checkpoint.shards if checkpoint.is_fp8]
+        guarded = [checkpoint.path / shard for shard in checkpoint.shards if scheme]
         bundle, ours = read_bundle(checkpoint.path), make_bundle(bundle_files(), guarded)
     except ImportError as error:
         return Finding("bundle", "bad", f"{checkpoint.name}: bundle not read: {first_line(error)}")
@@ -113,8 +112,9 @@ def _find_bundle(checkpoint: Checkpoint) -> Finding:
         return Finding("bundle", "ok", f"{len(bundle)} files, intact: this twellctl's own")
     what = f"{len(bundle)} files, as its own manifest lists them: of another version of twellctl, "
     advice = f"twellctl export {checkpoint.name} OUT puts this twellctl's own there"
-    if checkpoint.is_fp8:
-        advice = "to have this twellctl's own, export the bf16 model again with --quantize fp8"
+    if scheme:
+        again = f"export the bf16 model again with --quantize {scheme.name}"
+        advice = f"to have this twellctl's own, {again}"
     return Finding("bundle", "ok", f"{what}or changed together with the manifest", advice)
 
 

@@ -1,23 +1,18 @@
 """twellctl export: writes a ReLU model as a folder that transformers can run with TwELL.
 
 Weights are written in SiLU form (models/silu_form.py), which engines that support only SiLU can
-run, or in FP8, with one file in memory at a time. NaN and infinity are refused. config.json names
-both the stock class and ours, and holds the slots of a profile. The folder also gets the bundle:
-the code, the kernels' sources, and the manifest with their sha256 and that of FP8 weights.
+run, and may be quantised (models/schemes.py). One file is in memory at a time. NaN and infinity are
+refused. config.json names both the stock class and ours, and holds the slots of a profile. The
+folder also gets the bundle: the code, the kernels' sources, and the manifest with their sha256 and
+that of quantised weights.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from twellctl.bundle.twell_config import (
-    FP16,
-    QUANTIZE,
-    check_twell,
-    least_sharpness,
-    quantization_config,
-)
+from twellctl.bundle.twell_config import FP16, check_twell, least_sharpness
 from twellctl.errors import TwellError, UsageError, encodable
 from twellctl.files.home import from_home
 from twellctl.files.outputs import staged
@@ -28,6 +23,7 @@ from twellctl.models.card_speed import read_bench
 from twellctl.models.carried import copy_side_files, own_file, write_config
 from twellctl.models.checkpoint import GATED, SILU, Checkpoint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
+from twellctl.models.schemes import SCHEMES
 from twellctl.models.shard_writer import write_shards
 from twellctl.report.notebook import Shown
 
@@ -39,9 +35,9 @@ if TYPE_CHECKING:
 class Exported(Shown):
     """What `export` wrote. `class_name` is the class that `trust_remote_code` loads.
 
-    `sharpness` is the least sharpness of any ReLU neuron. `quantize` is what the weights were
-    rounded to, "fp8" or None. `over_twell_in_vllm`: whether vLLM serves the export with TwELL if
-    twellctl is installed.
+    `sharpness` is the least sharpness of any ReLU neuron. `quantize` names the scheme that the
+    weights were rounded to (models/schemes.py), or is None. `over_twell_in_vllm`: whether vLLM
+    serves the export with TwELL if twellctl is installed.
     """
 
     out: Path
@@ -52,6 +48,16 @@ class Exported(Shown):
     sharpness: int
     quantize: str | None
     over_twell_in_vllm: bool
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What the files given to `export` hold, read and checked against the model's weights."""
+
+    profile: Profile | None
+    evaluation: dict[str, Any] | None
+    bench: dict[str, Any] | None
+    twell: dict[str, Any]  # the "twell" block, with the profile's slots if there is one
 
 
 def export(
@@ -69,70 +75,133 @@ def export(
 
     Slots come from `profile`, else from the model. The model card gets losses and tasks from
     `evaluation`, an 'eval --json' file, and the steps per second from `bench`, a 'bench decode
-    --json' file. `quantize` "fp8" rounds the weights of linear layers to e4m3 with one scale per
-    row. Raises `TwellError`.
+    --json' file. `quantize` names the scheme to which the weights of linear layers are rounded
+    (models/schemes.py). Raises `TwellError`.
     """
-    from twellctl.models.linear_map import layers_without_map
-    from twellctl.models.loading import fingerprint
-    from twellctl.models.silu_form import choose_form
-
     out = from_home(out)
-    if quantize not in (None, *QUANTIZE):
-        raise UsageError(f"quantize must be {' or '.join(QUANTIZE)}, got {quantize!r}")
+    if quantize not in (None, *SCHEMES):
+        raise UsageError(f"quantize must be {' or '.join(SCHEMES)}, got {quantize!r}")
     files = model, profile, evaluation, bench
     inputs = [Path(path) for path in files if isinstance(path, str | Path)]
     with staged(out, overwrite=overwrite, inputs=inputs) as stage:
         checkpoint = open_checkpoint(model)
         checkpoint.require_unquantised()
         checkpoint.require_relu()
-        measured = read_profile(profile) if isinstance(profile, str | Path) else profile
-        twell = checkpoint.twell
-        is_measured = bool(profile or evaluation or bench)
-        weights = fingerprint(checkpoint) if is_measured else ""  # it reads every weight
-        if measured is not None:
-            label = "the profile" if measured is profile else profile
-            twell = _completed(checkpoint, measured, label, weights)
-        judged = evaluation and read_evaluation(Path(evaluation), weights)
-        timed = bench and read_bench(Path(bench), weights, quantize)
-        if quantize is not None:
-            origin = checkpoint.hub_id or checkpoint.path.resolve().name
-            twell = twell | {"rounded_from": encodable(origin)}
-        layers, num_layers = measured.layers if measured else (), checkpoint.ffn.num_layers
-        form, most = choose_form(layers, num_layers, checkpoint.silu_form)
-        known = twell["source_act"]  # the one that engines know of this family
-        act = known if known in GATED and known not in SILU else "silu"
-        config = checkpoint.config | {checkpoint.activation_key: act, "twell": twell | form}
-        config |= _write_weights_and_bundle(checkpoint, stage, form, quantize)
-        copy_side_files(checkpoint, stage)
-        write_config(stage, config)
-        figures = {"profile": measured, "evaluation": judged or None, "bench": timed or None}
-        write_card(stage, out.name, checkpoint.path, **figures)
-    if evaluation is None and not checkpoint.is_only_converted:
+        measured = _read_measured(checkpoint, profile, evaluation, bench, quantize)
+        config, largest = _write_model(checkpoint, stage, measured, quantize)
+        _write_card(checkpoint, stage, out.name, measured)
+    _note_shortcomings(checkpoint, is_evaluated=evaluation is not None, largest=largest, note=note)
+    return _exported(out, config, is_profiled=profile is not None, quantize=quantize)
+
+
+def _read_measured(
+    checkpoint: Checkpoint,
+    profile: str | Path | Profile | None,
+    evaluation: str | Path | None,
+    bench: str | Path | None,
+    quantize: str | None,
+) -> _Measured:
+    """`TwellError` for a file of another model, or one that is not what it was given as."""
+    from twellctl.models.loading import fingerprint
+
+    if not (profile or evaluation or bench):
+        return _Measured(None, None, None, checkpoint.twell)
+    weights = fingerprint(checkpoint)  # it reads every weight
+    found, twell = None, checkpoint.twell
+    if isinstance(profile, Profile):
+        found, twell = profile, _completed(checkpoint, profile, "the profile", weights)
+    elif profile:
+        found = read_profile(profile)
+        twell = _completed(checkpoint, found, profile, weights)
+    return _Measured(
+        profile=found,
+        evaluation=read_evaluation(Path(evaluation), weights) if evaluation else None,
+        bench=read_bench(Path(bench), weights, quantize) if bench else None,
+        twell=twell,
+    )
+
+
+def _write_model(
+    checkpoint: Checkpoint, folder: Path, measured: _Measured, quantize: str | None
+) -> tuple[dict[str, Any], float]:
+    """Write all but the card. Returns config.json and the largest value that was measured."""
+    from twellctl.models.silu_form import choose_form
+
+    twell = measured.twell
+    if quantize is not None:
+        origin = checkpoint.hub_id or checkpoint.path.resolve().name
+        twell = twell | {"rounded_from": encodable(origin)}
+    layers = measured.profile.layers if measured.profile else ()
+    form, largest = choose_form(layers, checkpoint.ffn.num_layers, checkpoint.silu_form)
+    activation = {checkpoint.activation_key: _stock_activation(twell["source_act"])}
+    config = checkpoint.config | activation | {"twell": twell | form}
+    config |= _write_weights_and_bundle(checkpoint, folder, form, quantize)
+    copy_side_files(checkpoint, folder)
+    write_config(folder, config)
+    return config, largest
+
+
+def _stock_activation(source_act: str) -> str:
+    """The activation that config.json names: the family's own, which other engines support."""
+    return source_act if source_act in GATED and source_act not in SILU else "silu"
+
+
+def _write_card(checkpoint: Checkpoint, folder: Path, name: str, measured: _Measured) -> None:
+    write_card(
+        folder,
+        name,
+        checkpoint.path,
+        profile=measured.profile,
+        evaluation=measured.evaluation,
+        bench=measured.bench,
+    )
+
+
+def _note_shortcomings(
+    checkpoint: Checkpoint, *, is_evaluated: bool, largest: float, note: Callable[[str], None]
+) -> None:
+    """Note what the user of an export should know; `largest` is a value that its profile saw."""
+    if not is_evaluated and not checkpoint.is_only_converted:
         note(
             "this model's answers to tasks have not been measured: 'twellctl eval "
             f"{checkpoint.name} --reference MODEL --tasks FILE --json FILE', then export --eval"
         )
     checkpoint.beware_of_noise(note)
-    if lost := layers_without_map(checkpoint):
-        note(
-            f"beware: the last {checkpoint.map_neurons} neurons no longer share one gate in {lost} "
-            f"of {num_layers} layers, as the map of a fit does: another trainer has made them "
-            "neurons that may fire, and decoding may be no faster than dense; fine-tune the fit "
-            "again, with twellctl finetune"
-        )
+    _note_lost_map(checkpoint, note)
     try:
         checkpoint.require_tokenizer()
     except TwellError as error:
         note(f"beware: {error}, and beside the export's")
-    if most > FP16:
-        note(f"run it in bf16: in fp16 a value of {most:.0f}, which the profile saw, is infinite")
+    if largest > FP16:
+        note(
+            f"run it in bf16: in fp16 a value of {largest:.0f}, which the profile saw, is infinite"
+        )
+
+
+def _note_lost_map(checkpoint: Checkpoint, note: Callable[[str], None]) -> None:
+    """Note layers whose map, that of a fit, another trainer has changed."""
+    from twellctl.models.linear_map import layers_without_map
+
+    if lost := layers_without_map(checkpoint):
+        note(
+            f"beware: the last {checkpoint.map_neurons} neurons no longer share one gate in {lost} "
+            f"of {checkpoint.ffn.num_layers} layers, as the map of a fit does: another trainer has "
+            "made them neurons that may fire, and decoding may be no faster than dense; fine-tune "
+            "the fit again, with twellctl finetune"
+        )
+
+
+def _exported(
+    out: Path, config: dict[str, Any], *, is_profiled: bool, quantize: str | None
+) -> Exported:
+    twell = config["twell"]
     return Exported(
         out=out,
         class_name=config["auto_map"]["AutoModelForCausalLM"].split(".")[-1],
         tile=twell["tile"],
         slots=tuple(twell["slots"]),
-        profiled=profile is not None,
-        sharpness=least_sharpness(form),
+        profiled=is_profiled,
+        sharpness=least_sharpness(twell),
         quantize=quantize,
         over_twell_in_vllm=is_served_over_twell(config),
     )
@@ -154,10 +223,11 @@ def _write_weights_and_bundle(
     refuse_not_finite(checkpoint, read_tensors(checkpoint))
     tensors = _in_silu_form(checkpoint, form)
     if quantize is not None:
-        from twellctl.models.quantised import in_fp8, kept_layers, rounded_layers
+        from twellctl.models.quantised import kept_layers, round_tensors, rounded_layers
 
-        tensors = in_fp8(tensors, rounded_layers(checkpoint, model))
-        entries["quantization_config"] = quantization_config(kept_layers(model))
+        scheme = SCHEMES[quantize]
+        tensors = round_tensors(tensors, rounded_layers(checkpoint, model), scheme)
+        entries["quantization_config"] = scheme.quantization_config(kept_layers(model))
     files = [folder / name for name in write_shards(tensors, folder)]
     write_bundle(folder, make_bundle(bundle_files(), files if quantize is not None else ()))
     return entries

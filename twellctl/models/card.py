@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twellctl.bundle.twell_config import is_fp8, is_silu_form, least_sharpness
+from twellctl.bundle.twell_config import is_silu_form, least_sharpness
 from twellctl.errors import TwellError, counted, encodable, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
@@ -20,6 +20,7 @@ from twellctl.models.card_front import Metric, cell, front_matter, is_plain, tab
 from twellctl.models.card_speed import UNTIMED, speed
 from twellctl.models.carried import CARD, REPORT_FILE, json_object
 from twellctl.models.in_vllm import DENSELY, is_served_over_twell
+from twellctl.models.schemes import scheme_of
 from twellctl.models.verdict import verdict_of
 
 EVALUATION_VERSION = 1
@@ -79,11 +80,11 @@ _OVER_TWELL = """ With
 `trust_remote_code=True` transformers 5.17 or newer loads {ours} from this folder
 instead, which skips the neurons that do not fire and gives the same logits up to rounding. twellctl
 need not be installed."""
-_FP8 = """
-All linear layers except the LM head are FP8: weights in e4m3 with one scale per row, inputs rounded
-to e4m3 with one scale per token. The figures below were measured before that rounding."""
-_FP8_STOCK = """ It needs the
-package compressed-tensors. With `trust_remote_code=True` it loads {ours} from this
+_QUANTISED = """
+All linear layers except the LM head are {title}: {numbers}.
+The figures below were measured before that rounding."""
+_QUANTISED_STOCK = """ It needs the
+package {package}. With `trust_remote_code=True` it loads {ours} from this
 folder instead, which needs neither that package nor twellctl and computes the same."""
 _CONVERTED = """
 It was converted but not fine-tuned: fine-tune it before use."""
@@ -111,32 +112,55 @@ def write_card(folder: Path, name: str, source: Path, **measured: Any) -> None:
     name = " ".join(encodable(name).splitlines())
     word = shlex.quote(name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    report = json_object(folder / REPORT_FILE) or {}  # what fine-tuning ended with, if it was
-    figures = Figures(report if _is_number(report.get("density")) else {}, **measured)
+    figures = Figures(_report(folder), **measured)
     base = config["twell"].get("source")
-    stock = next(map(str, config.get("architectures") or ()), "")
-    stock = stock if stock.isidentifier() and stock.isascii() else "class"
-    ours = config.get("auto_map", {}).get("AutoModelForCausalLM", "").split(".")[-1]
-    in_fp8 = is_fp8(config)
-    state = _FP8 if in_fp8 else ""
-    if num_mapped := config["twell"].get("map_neurons"):
-        state = _FITTED.format(map=num_mapped) + state
-    elif not figures.report and config["twell"]["source_act"] != "relu":
-        state = _CONVERTED + state
+    metrics = [] if scheme_of(config) else _metrics(figures)
     card = _CARD.format(
-        front=front_matter(name, base, source, [] if in_fp8 else _metrics(figures)),
+        front=front_matter(name, base, source, metrics),
         name=name,
         quoted=json.dumps(name, ensure_ascii=False),
         word=word,
         base=f"[{base}](https://huggingface.co/{base})" if base else "a local model",
-        state=state,
+        state=_state(config, figures),
         density=_density(config["twell"], figures),
         sections="".join(_sections(figures)),
-        stock=f"`{stock}`",
-        over_twell=(_FP8_STOCK if in_fp8 else _OVER_TWELL).format(ours=f"`{ours}`") if ours else "",
+        stock=f"`{_stock_class(config)}`",
+        over_twell=_over_twell(config),
         engines=_engines(config, word),
     )
     (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    """What fine-tuning ended with; nothing for a model that was not fine-tuned."""
+    report = json_object(folder / REPORT_FILE) or {}
+    return report if _is_number(report.get("density")) else {}
+
+
+def _state(config: dict[str, Any], figures: Figures) -> str:
+    """What was done to the weights, beyond making the model ReLU."""
+    twell, scheme = config["twell"], scheme_of(config)
+    state = _QUANTISED.format(title=scheme.title, numbers=scheme.numbers) if scheme else ""
+    if num_mapped := twell.get("map_neurons"):
+        return _FITTED.format(map=num_mapped) + state
+    is_converted = not figures.report and twell["source_act"] != "relu"
+    return (_CONVERTED if is_converted else "") + state
+
+
+def _stock_class(config: dict[str, Any]) -> str:
+    """The name of the class of transformers, or "class" if config.json has no such name."""
+    stock = next(map(str, config.get("architectures") or ()), "")
+    return stock if stock.isidentifier() and stock.isascii() else "class"
+
+
+def _over_twell(config: dict[str, Any]) -> str:
+    """What transformers does with the code in the folder; nothing if it has none."""
+    ours = config.get("auto_map", {}).get("AutoModelForCausalLM", "").split(".")[-1]
+    if not ours:
+        return ""
+    if scheme := scheme_of(config):
+        return _QUANTISED_STOCK.format(ours=f"`{ours}`", package=scheme.package)
+    return _OVER_TWELL.format(ours=f"`{ours}`")
 
 
 def read_evaluation(path: Path, fingerprint: str) -> dict[str, Any]:
@@ -169,7 +193,7 @@ def _engines(config: dict[str, Any], word: str) -> str:
         sharpness=k,
         within=f"{0.28 / k:.1g}",
         in_vllm=_IN_VLLM if is_served_over_twell(config) else _NOT_IN_VLLM,
-        from_bf16=", from an export in bf16" if is_fp8(config) else "",
+        from_bf16=", from an export in bf16" if scheme_of(config) else "",
     )
 
 
@@ -225,17 +249,17 @@ def _written(figures: Figures) -> str:
 def _losses(figures: Figures) -> str | None:
     """Cross-entropies of this model and of what it came from, on the same text where it is."""
     report = figures.report
-    rows = [
-        ("the model it learnt from", "held-out text of fine-tuning", "teacher_cross_entropy"),
-        ("this model", "held-out text of fine-tuning", "cross_entropy"),
-        ("KL to the model it learnt from", "the same", "teacher_kl"),
+    held_out = "held-out text of fine-tuning"
+    rows: list[tuple[str, str, Any]] = [
+        ("the model it learnt from", held_out, report.get("teacher_cross_entropy")),
+        ("this model", held_out, report.get("cross_entropy")),
+        ("KL to the model it learnt from", "the same", report.get("teacher_kl")),
     ]
-    rows = [(*row, report.get(key)) for *row, key in rows]
     if judged := _judged_text(figures):
         score = judged["score"]
         rows.append(("this model", "text of its evaluation", float(score["cross_entropy"])))
         rows.append(("the reference", "the same", score.get("reference_cross_entropy")))
-    shown = [(*row, f"{loss:.4f}") for *row, loss in rows if _is_number(loss)]
+    shown = [(who, text, f"{loss:.4f}") for who, text, loss in rows if _is_number(loss)]
     return table(("", "text", "nats a token"), shown)
 
 
@@ -266,8 +290,9 @@ def _accuracy(found: dict[str, Any] | None, by: str) -> str:
 
 def _recipe(report: dict[str, Any]) -> str | None:
     """The settings of fine-tuning, and how much it read."""
-    told = report.get("recipe")
-    lines = [f"{key}: {value}" for key, value in told.items()] if isinstance(told, dict) else []
+    recipe = report.get("recipe")
+    recipe = recipe if isinstance(recipe, dict) else {}
+    lines = [f"{key}: {value}" for key, value in recipe.items()]
     lines = [line for line in lines if len(line) <= LONGEST_SETTING and is_plain(line)]
     if not lines:
         return None
@@ -278,7 +303,8 @@ def _recipe(report: dict[str, Any]) -> str | None:
 
 def _metrics(figures: Figures) -> list[Metric]:
     """The figures that hubs show: loss, share of neurons that fire, accuracies."""
-    report, found = figures.report, []
+    report = figures.report
+    found: list[tuple[str, str, str, Any]] = []
     texts = {_text_of(report): (report.get("cross_entropy"), report.get("density"))}
     if figures.profile is not None:
         texts["text of its profile"] = (None, figures.profile.density)

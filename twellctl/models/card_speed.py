@@ -6,6 +6,7 @@ from typing import Any
 from twellctl.errors import TwellError, reason
 from twellctl.files.strict_json import read_json
 from twellctl.models.card_front import cell, is_plain, table
+from twellctl.models.schemes import title_of
 
 BENCH_VERSION = 1  # bench.results.SCHEMA_VERSION
 UNTIMED = "Not measured. On your GPU: `twellctl bench model` and `twellctl bench decode`."
@@ -48,32 +49,45 @@ def speed(bench: dict[str, Any]) -> str:
     measured = bench["models"][0]
     software = ", ".join(f"{name} {version}" for name, version in bench["versions"].items())
     place = cell(f"{bench['device']} ({software})")
-    in_fp8 = bench["settings"]["quantize"] == "fp8"
-    rows, gains = [], []
-    for point in measured["points"]:
-        dense = point["forms"]["dense"]
-        row = [point["batch"], f"{dense['steps_per_second']:.4g}", *4 * "-"]
-        for form in point["forms"].values():
-            if form["kind"] == "twell":
-                over, over_fp8 = form["over_dense"], form["over_fp8"]
-                by = f" ({form['chosen']})" if form["chosen"] else ""  # which of the engine's forms
-                row[2] = f"{form['steps_per_second']:.4g}{by}"
-                row[3:] = _times(over), _times(over_fp8), f"{form['density']:.2%}"
-                gains.append(over_fp8 if in_fp8 and over_fp8 is not None else over)
-        rows.append(row)
+    quantize = bench["settings"]["quantize"]
+    points = measured["points"]
+    rows = [_row(point) for point in points]
+    gains = [gain for point in points for gain in _gains(point, quantize is not None)]
     columns = ["rows", "dense bf16, steps a second", "TwELL, steps a second"]
     columns += ["times dense bf16", "times dense FP8", "neurons that fire"]
     parts = [
-        f"Steps of twellctl's decode engine, weights in {'FP8' if in_fp8 else 'bf16'}, and of its "
-        f"dense forms, by\n`twellctl bench decode` on one {place}:",
-        table(columns, rows),
+        f"Steps of twellctl's decode engine, weights in {title_of(quantize)}, and of its dense "
+        f"forms, by\n`twellctl bench decode` on one {place}:"
     ]
+    if (steps := table(columns, rows)) is not None:
+        parts.append(steps)
     if not gains:
         why = str(measured["without_twell"])
         parts.append(f"TwELL was not run there{f': {why}' if is_plain(why) else ''}.")
     elif max(gains) < FASTER:
         parts.append("Being sparse makes no step of it faster there.")
     return "\n\n".join(parts)
+
+
+def _row(point: dict[str, Any]) -> list[str]:
+    """The cells of a number of rows that was timed."""
+    cells = [str(point["batch"]), f"{point['forms']['dense']['steps_per_second']:.4g}"]
+    found = ["-"] * 4
+    for form in _over_twell(point):
+        by = f" ({form['chosen']})" if form["chosen"] else ""  # which of the engine's forms
+        times = _times(form["over_dense"]), _times(form["over_fp8"])
+        found = [f"{form['steps_per_second']:.4g}{by}", *times, f"{form['density']:.2%}"]
+    return [*cells, *found]
+
+
+def _gains(point: dict[str, Any], is_quantised: bool) -> list[float]:
+    """How many times as fast as dense weights of the same precision it was over TwELL."""
+    by = [(form["over_dense"], form["over_fp8"]) for form in _over_twell(point)]
+    return [fp8 if is_quantised and fp8 is not None else dense for dense, fp8 in by]
+
+
+def _over_twell(point: dict[str, Any]) -> list[dict[str, Any]]:
+    return [form for form in point["forms"].values() if form["kind"] == "twell"]
 
 
 def _times(ratio: float | None) -> str:

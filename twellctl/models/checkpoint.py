@@ -16,6 +16,7 @@ from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import workspace_of
 from twellctl.models import checks
 from twellctl.models.defaults import completed, context_of, refuse_wrapped
+from twellctl.models.schemes import Scheme, scheme_of
 from twellctl.models.shards import TensorInfo, other_weights, read_shards
 
 SILU = ("silu", "swish")
@@ -119,9 +120,9 @@ class Checkpoint:
             note(f"{self.name} is a {self._kind}: every neuron is computed for every token")
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether it is an FP8 export."""
-        return twell_config.is_fp8(self.config)
+    def scheme(self) -> Scheme | None:
+        """What the linear layers of a quantised export are stored in; None for plain floats."""
+        return scheme_of(self.config)
 
     @property
     def twell(self) -> dict:
@@ -139,12 +140,12 @@ class Checkpoint:
         return twell if is_public else {k: v for k, v in twell.items() if k != "source"}
 
     def require_unquantised(self) -> None:
-        """Refuse an FP8 export, whose weights are for inference alone."""
-        if self.is_fp8:
+        """Refuse a quantised export, whose weights are for inference only."""
+        if (scheme := self.scheme) is not None:
             origin = self.config["twell"].get("rounded_from")
             raise TwellError(
-                f"{self.name} is quantised already (FP8): take the model that it was exported "
-                f"from{f', {shown(origin)}' if origin else ''}"
+                f"{self.name} is quantised already ({scheme.title}): take the model that it was "
+                f"exported from{f', {shown(origin)}' if origin else ''}"
             )
 
     def require_gated_source(self) -> None:
@@ -200,11 +201,12 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
         raise TwellError(f"{name} {why}")
     stored = read_json(path / "config.json")
     config = completed(stored)
-    if not twell_config.is_fp8(config):
+    scheme = scheme_of(config)
+    if scheme is None:
         checks.refuse_quantised(name, config)
     checks.refuse_unsupported(name, config)
     tensors, shards = read_shards(name, path)
-    checks.refuse_dtypes(name, tensors, {checks.FP8} if twell_config.is_fp8(config) else set())
+    checks.refuse_dtypes(name, tensors, {scheme.dtype} if scheme else set())
     refuse_wrapped(name, tensors)
     ffn = checks.ffn_shape(name, config, tensors)
     checks.compare_sizes(name, config, tensors, ffn)

@@ -5,16 +5,23 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from twellctl.bundle.twell_config import MAX_COLUMNS, is_fp8
+from twellctl.bundle.twell_config import MAX_COLUMNS
 from twellctl.errors import TwellError, shown
+from twellctl.models.schemes import scheme_of
 from twellctl.models.shards import FLOATS, TensorInfo
 
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation")  # the first that a config has
 _BY_LAYER = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
-SIZES = (*_BY_LAYER, "num_hidden_layers", "hidden_size", "head_dim", "vocab_size")
-SIZES += ("max_position_embeddings", "sliding_window")
+SIZES = (
+    *_BY_LAYER,
+    "num_hidden_layers",
+    "hidden_size",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "sliding_window",
+)
 _OTHER_DTYPES = {"BOOL", "I32", "I64"}  # of masks and positions
-FP8 = "F8_E4M3"  # as safetensors spells it
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _KEYS_VALUES = re.compile(r"(.+\.self_attn)\.[kv]_proj\.weight")
 _FFN_WEIGHT = re.compile(r"(.+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
@@ -63,14 +70,7 @@ def refuse_unsupported(name: str, config: dict) -> None:
     if classes and not any(str(cls).endswith(causal) for cls in classes):
         raise TwellError(f"{name} is a {classes[0]}: take a causal language model (...ForCausalLM)")
     for key in SIZES:
-        value = config.get(key)
-        if value is None or (isinstance(value, list) and key in _BY_LAYER):
-            continue  # some families have none of a kind, or one a layer
-        if type(value) is not int or not 1 <= value < 2**31:
-            raise TwellError(
-                f"{name}: config.json's {key} must be a whole number from 1, got {shown(value)}: "
-                "copy it again"
-            )
+        _refuse_wrong_size(name, config, key)
     if "/" in str(config.get("_attn_implementation") or config.get("attn_implementation") or ""):
         raise TwellError(
             f"{name}: config.json names attention code of the hub (_attn_implementation): take "
@@ -82,6 +82,18 @@ def refuse_unsupported(name: str, config: dict) -> None:
         raise TwellError(f"{name} ({model_type}) is not a gated SiLU model: {found}; take another")
 
 
+def _refuse_wrong_size(name: str, config: dict, key: str) -> None:
+    """`TwellError` unless `key` is a size. Some families lack one, or have one for each layer."""
+    value = config.get(key)
+    if value is None or (isinstance(value, list) and key in _BY_LAYER):
+        return
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise TwellError(
+            f"{name}: config.json's {key} must be a whole number from 1, got {shown(value)}: "
+            "copy it again"
+        )
+
+
 def activation_key(config: dict) -> str:
     """What this config calls the activation of its FFNs."""
     return next((key for key in ACTIVATION_KEYS if config.get(key)), ACTIVATION_KEYS[0])
@@ -90,8 +102,10 @@ def activation_key(config: dict) -> str:
 def _transformers_has(model_type: str) -> bool:
     """Whether transformers knows the family without remote code. Imports nothing."""
     package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None:
+        return False
     folder = model_type.replace("-", "_")
-    return package is not None and (Path(package.origin).parent / "models" / folder).is_dir()
+    return (Path(package.origin).parent / "models" / folder).is_dir()
 
 
 def refuse_dtypes(name: str, tensors: dict[str, TensorInfo], taken: set[str]) -> None:
@@ -118,7 +132,9 @@ def ffn_shape(name: str, config: dict, tensors: dict[str, TensorInfo]) -> FfnSha
             f"{name} ({config['model_type']}) has {len(gated)} gated FFNs in {num_layers} layers: "
             "take a model with gate_proj, up_proj and down_proj (or gate_up_proj) in each"
         )
-    return _common_shape(name, gated, (FP8,) if is_fp8(config) else FLOATS)
+    if scheme := scheme_of(config):
+        return _common_shape(name, gated, (scheme.dtype,), "export the model again")
+    return _common_shape(name, gated, FLOATS, "take a model with equal FFNs in all layers")
 
 
 def ffns_of(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
@@ -133,8 +149,8 @@ def ffns_of(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
 def compare_sizes(name: str, config: dict, tensors: dict[str, TensorInfo], ffn: FfnShape) -> None:
     """Refuse a config.json that contradicts the weights, as far as their headers show it.
 
-    Only what stands there is compared: families differ in their defaults and names, and what this
-    passes by transformers judges when it loads the model.
+    Only keys that are there are compared: families differ in their defaults and names. The rest is
+    compared by transformers when it loads the model.
     """
     again = "fetch config.json and weights again, from one place"
     given = {key: config[key] for key in SIZES if type(config.get(key)) is int}
@@ -162,7 +178,7 @@ def compare_sizes(name: str, config: dict, tensors: dict[str, TensorInfo], ffn: 
 def _rows_by_config(
     tensor: str, sizes: dict[str, int], tensors: dict[str, TensorInfo]
 ) -> int | None:
-    """Rows of a weight by what config.json says; None where it does not say so much."""
+    """Rows of a weight by what config.json says; None if it does not say."""
     if tensor in (EMBEDDINGS, HEAD):
         return sizes.get("vocab_size")
     if not (match := _KEYS_VALUES.fullmatch(tensor)) or "num_key_value_heads" not in sizes:
@@ -176,14 +192,12 @@ def _rows_by_config(
 
 
 def _common_shape(
-    name: str, ffns: list[dict[str, TensorInfo]], dtypes: tuple[str, ...]
+    name: str, ffns: list[dict[str, TensorInfo]], dtypes: tuple[str, ...], remedy: str
 ) -> FfnShape:
+    """`TwellError`, with the `remedy`, unless all `ffns` have one shape and one of `dtypes`."""
     K, N = ffns[0]["down_proj"].shape if len(ffns[0]["down_proj"].shape) == 2 else (0, 0)
     expected = {"down_proj": (K, N), "gate_proj": (N, K), "up_proj": (N, K)}
     expected["gate_up_proj"] = (2 * N, K)
-    remedy = "take a model with equal FFNs in all layers"
-    if FP8 in dtypes:
-        remedy = "export the model again"
     for ffn in ffns:
         for part, tensor in ffn.items():
             if tensor.shape != expected[part] or tensor.dtype not in dtypes:

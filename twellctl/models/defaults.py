@@ -45,15 +45,16 @@ def refuse_wrapped(name: str, tensors: dict[str, Any]) -> None:
 def context_of(config: dict[str, Any]) -> int | None:
     """How many tokens a model reads: its positions, stretched as its rotary embedding is.
 
-    Not by "dynamic" scaling, under which what is beside a text would change it.
+    None if the config does not say. "dynamic" scaling does not count, since under it the length of
+    a batch would change each text.
     """
     longest = config.get("max_position_embeddings")
     rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if type(longest) is not int or not isinstance(rope, dict):
+    if not isinstance(longest, int) or not isinstance(rope, dict):
         return longest
     factor = rope.get("factor")
     kind = rope.get("rope_type", rope.get("type"))
-    if kind not in _STRETCHED or type(factor) not in (int, float) or not 1 <= factor < 1e6:
+    if kind not in _STRETCHED or not isinstance(factor, int | float) or not 1 <= factor < 1e6:
         return longest
     original = rope.get("original_max_position_embeddings")
-    return max(longest, int((original if type(original) is int else longest) * factor))
+    return max(longest, int((original if isinstance(original, int) else longest) * factor))

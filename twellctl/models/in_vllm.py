@@ -17,7 +17,7 @@ DENSELY = "--model-impl transformers"  # vLLM's transformers backend runs what t
 
 
 def is_served_over_twell(config: dict) -> bool:
-    """Whether the plugin takes an export with this config.json: in bf16 or FP8, with a profile."""
+    """Whether the plugin takes an export with this config.json: one with a profile."""
     (name, *_) = config.get("architectures") or [""]
     twell = config["twell"]
     plain = not any(map(stays_silu, twell.get("sharpness", [])))

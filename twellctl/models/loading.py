@@ -28,8 +28,6 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as hf_logging
 
-from twellctl.bundle.twell_config import is_fp8
-from twellctl.bundle.twell_fp8_linear import with_own_layers
 from twellctl.bundle.twell_model import read_as_relu
 from twellctl.errors import TwellError, bounded, reason
 from twellctl.files.home import from_home
@@ -37,6 +35,8 @@ from twellctl.files.strict_json import read_file
 from twellctl.models.carried import CHAT_TEMPLATES
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.checks import ACTIVATION_KEYS
+from twellctl.models.quantised import config_with_own_layers
+from twellctl.models.schemes import scheme_of
 from twellctl.models.silu_form import factors, scaled, undo
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -62,7 +62,8 @@ def told_of_place(model: PreTrainedModel) -> str:
     if model.device.type == "cuda":
         name = f"{name}, {torch.cuda.get_device_name(model.device)}"
     dtype = str(model.dtype).removeprefix("torch.")
-    return f"{name}, {dtype}" + (", linear layers in FP8" if is_fp8(model.config.to_dict()) else "")
+    scheme = scheme_of(model.config.to_dict())
+    return f"{name}, {dtype}" + (f", linear layers in {scheme.title}" if scheme else "")
 
 
 def load_model(
@@ -177,9 +178,9 @@ def _config(checkpoint: Checkpoint, **changes: Any) -> PretrainedConfig:
 def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
     """The stock model with its weights, all of which are there and of the right shape."""
     with _no_model_of(checkpoint):
-        if checkpoint.is_fp8 or checkpoint.corrections:
+        if checkpoint.scheme or checkpoint.corrections:
             config = _config(checkpoint, **{k: how.pop(k) for k in ACTIVATION_KEYS if k in how})
-            how["config"] = with_own_layers(config) if checkpoint.is_fp8 else config
+            how["config"] = config_with_own_layers(checkpoint, config)
         model, found = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
             trust_remote_code=False,
@@ -221,7 +222,7 @@ def refuse_not_finite(checkpoint: Checkpoint, named: Iterable[tuple[str, Tensor]
 
 def _ends(tensor: Tensor) -> Tensor:
     """float32 [least, largest]."""
-    if tensor.itemsize == 1:  # e4m3 does not compare
+    if tensor.itemsize == 1:  # numbers of 8 bits cannot be compared
         tensor = tensor.bfloat16()
     return torch.stack(tensor.aminmax()).float()
 

@@ -1,21 +1,45 @@
-"""What `export --quantize fp8` makes of a model's weights: which layers, and how they are stored.
+"""What `export --quantize` makes of a model's weights: which layers, and how they are rounded.
 
-All linear layers become FP8 but the LM head, which like embeddings and norms stays as it is.
+All linear layers are rounded but the LM head, which like embeddings and norms stays as it is. What
+is stored is in schemes.py.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from twellctl.bundle.twell_config import WEIGHT_SCALE
 from twellctl.bundle.twell_fp8 import round_weight
-from twellctl.bundle.twell_fp8_linear import Fp8Linear, put_in_fp8
+from twellctl.bundle.twell_fp8_linear import Fp8Linear, put_in_fp8, with_own_layers
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.schemes import SCHEMES, Scheme
 
 _WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """Of a scheme: `round_weight` makes values and a scale a row of a weight `[N, K]`.
+
+    `layer` is the class that holds both; `put_layers(model, kept)` changes plain layers for it.
+    """
+
+    round_weight: Callable[[Tensor], tuple[Tensor, Tensor]]
+    layer: type[nn.Module]
+    put_layers: Callable[[nn.Module, list[str]], None]
+
+
+_ROUNDING = {"fp8": _Rounding(round_weight, Fp8Linear, put_in_fp8)}
+_LAYERS = tuple(rounding.layer for rounding in _ROUNDING.values())
+
+
+def config_with_own_layers(checkpoint: Checkpoint, config: PretrainedConfig) -> PretrainedConfig:
+    """`config`; for a quantised checkpoint a copy that loads its layers by the bundle's classes."""
+    return config if checkpoint.scheme is None else with_own_layers(config)
 
 
 def kept_layers(model: PreTrainedModel) -> list[str]:
@@ -46,14 +70,14 @@ def rounded_layers(checkpoint: Checkpoint, model: PreTrainedModel) -> frozenset[
 
 
 @torch.no_grad()
-def round_model(model: PreTrainedModel) -> None:
-    """Change the linear layers of a model in memory for FP8 ones, as an export has them."""
-    kept = kept_layers(model)
+def round_model(model: PreTrainedModel, scheme: Scheme = SCHEMES["fp8"]) -> None:
+    """Replace the linear layers of a model in memory by rounded ones, as an export has them."""
+    rounding, kept = _ROUNDING[scheme.name], kept_layers(model)
     old = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in kept}
-    put_in_fp8(model, kept)
+    rounding.put_layers(model, kept)
     for name, linear in old.items():
-        new: Fp8Linear = model.get_submodule(name)
-        values, scale = round_weight(linear.weight)
+        new = model.get_submodule(name)
+        values, scale = rounding.round_weight(linear.weight)
         new.weight.copy_(values)
         new.weight_scale.copy_(scale)
         if linear.bias is not None:
@@ -62,8 +86,8 @@ def round_model(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def expand_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Change FP8 layers in memory for plain ones with the same weights, rounded to `dtype`."""
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, Fp8Linear)]
+    """Replace quantised layers in memory by plain ones of the same weights, rounded to `dtype`."""
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, _LAYERS)]
     for name, layer in layers:
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         weight = (layer.weight.float() * layer.weight_scale).to(dtype)
@@ -72,15 +96,15 @@ def expand_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
         model.set_submodule(name, plain)
 
 
-def in_fp8(
-    tensors: Iterable[tuple[str, Tensor]], layers: frozenset[str]
+def round_tensors(
+    tensors: Iterable[tuple[str, Tensor]], layers: frozenset[str], scheme: Scheme = SCHEMES["fp8"]
 ) -> Iterator[tuple[str, Tensor]]:
-    """`tensors`, with the weights of `layers` in e4m3 and a scale for each row behind them."""
+    """`tensors`, with the weights of `layers` rounded, each followed by its scales of rows."""
     for name, tensor in tensors:
         layer = name.removesuffix(_WEIGHT)
         if layer == name or layer not in layers:
             yield name, tensor
             continue
-        values, scale = round_weight(tensor)
+        values, scale = _ROUNDING[scheme.name].round_weight(tensor)
         yield name, values
         yield layer + WEIGHT_SCALE, scale

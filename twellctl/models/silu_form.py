@@ -51,7 +51,8 @@ def choose_form(
 def factors(names: Iterable[str], form: dict, intermediate_size: int) -> dict[str, Tensor]:
     """What each tensor of a gated FFN among `names` is multiplied by in a folder of this form.
 
-    float32, one a row or one for all rows; of FP8 layers for the scales and not for the weights.
+    float32, one a row or one for all rows. In quantised layers the scales have factors, and the
+    weights have none.
     """
     names = set(names)
     parts = [match for match in map(_PART.fullmatch, names) if match]
@@ -59,8 +60,8 @@ def factors(names: Iterable[str], form: dict, intermediate_size: int) -> dict[st
     found = {}
     for part in parts:
         ffn, linear, tensor = part.groups()
-        layer, in_fp8 = ffns.index(ffn), f"{ffn}.{linear}.weight_scale" in names
-        if (in_fp8 and tensor == "weight") or (linear, tensor) == ("down_proj", "bias"):
+        layer, has_scales = ffns.index(ffn), f"{ffn}.{linear}.weight_scale" in names
+        if (has_scales and tensor == "weight") or (linear, tensor) == ("down_proj", "bias"):
             continue
         share = float(form["down_share"][layer])
         gate = torch.tensor(form["sharpness"][layer], dtype=torch.float32)
