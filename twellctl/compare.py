@@ -6,10 +6,10 @@ from typing import Any
 
 from twellctl.errors import counted
 from twellctl.evaluation.agreement import score_answers, spread
-from twellctl.evaluation.answers import answers
+from twellctl.evaluation.answers import Answer, answers
 from twellctl.evaluation.results import AnswerScore
 from twellctl.evaluation.settings import Comparing
-from twellctl.evaluation.subject import Doing, Progress, Subject
+from twellctl.evaluation.subject import Doing, Opened, Progress
 from twellctl.models.loading import default_device
 from twellctl.report.notebook import Shown
 from twellctl.settings import chosen
@@ -73,34 +73,35 @@ def compare(
     asked = list(PROMPTS) if how.prompts is None else read_prompts(how.prompts)
     asked = spread(asked, how.limit or ASKED)
     texts = [one if isinstance(one, str) else one[-1]["content"] for one in asked]
-    models = [Subject.opened(name, chat_template_kwargs) for name in (base, sparse)]
-    one, other = models
-    one.refuse_other_tokenizer(other, texts, "the second model")
-    found = []
-    for model in models:
+    opened = [Opened.of(name, chat_template_kwargs) for name in (base, sparse)]
+    opened[0].refuse_other_tokenizer(opened[1], texts, "the second model")
+    models = []
+    for model in opened:
         doing(f"loading {model.checkpoint.name}")
-        model.load(default_device())
+        models.append(model.load(default_device()))
+    one, other = models
     encoded = [one.encoded(prompt) for prompt in asked]
+    found = []
     for model in models:
         doing(f"{model.checkpoint.name} answers {counted(len(asked), 'prompt')}")
         found.append(answers(model.model, model.tokenizer, encoded, how.max_tokens, progress))
     doing("comparing answers")
     score = score_answers(other.model, one.model, encoded, *found)
-    pairs = []
-    for prompt, *both in zip(texts, *found, strict=True):
-        common = _common(*(answer.text for answer in both))
-        pairs.append(
-            Pair(
-                prompt,
-                common,
-                tuple(answer.text[len(common) :] for answer in both),
-                both[0].agreeing(both[1]),
-                both[0].tokens == both[1].tokens,
-                tuple(answer.ended for answer in both),
-                tuple(answer.repeats for answer in both),
-            )
-        )
-    return Compared((str(base), str(sparse)), tuple(pairs), score)
+    pairs = tuple(_pair(*row) for row in zip(texts, *found, strict=True))
+    return Compared((str(base), str(sparse)), pairs, score)
+
+
+def _pair(prompt: str, one: Answer, other: Answer) -> Pair:
+    common = _common(one.text, other.text)
+    return Pair(
+        prompt=prompt,
+        common=common,
+        rest=(one.text[len(common) :], other.text[len(common) :]),
+        tokens=one.agreeing(other),
+        agrees=one.tokens == other.tokens,
+        ended=(one.ended, other.ended),
+        repeats=(one.repeats, other.repeats),
+    )
 
 
 def _common(one: str, other: str) -> str:

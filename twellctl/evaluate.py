@@ -10,10 +10,16 @@ import torch
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation import limited
 from twellctl.evaluation.agreement import compare_answers, prompts_in, score_answers, spread
-from twellctl.evaluation.questions import Task, read_tasks
-from twellctl.evaluation.results import AnswerScore, Evaluation, TaskResult
+from twellctl.evaluation.questions import (
+    InOwnWords,
+    Task,
+    has_choices,
+    is_in_own_words,
+    read_tasks,
+)
+from twellctl.evaluation.results import AnswerScore, Evaluation, Marks, TaskResult, TextResult
 from twellctl.evaluation.settings import Evaluating, Paths
-from twellctl.evaluation.subject import Doing, Progress, Subject, Wrote
+from twellctl.evaluation.subject import Doing, Messages, Opened, Progress, Subject, Wrote
 from twellctl.evaluation.windows import facts, score_text, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
 from twellctl.models.checkpoint import Checkpoint
@@ -50,60 +56,104 @@ def evaluate(
     `doing` receives what comes next, `progress(done, total)` windows, choices, answers or programs,
     and `note` messages for the user. Raises `TwellError`.
     """
-    how = chosen(Evaluating, settings | {"data": data, "tasks": tasks})
+    how = _checked(chosen(Evaluating, settings | {"data": data, "tasks": tasks}))
+    prompts = _prompts(how)
+    questions = read_tasks(how.tasks, how.limit)
+    of_choices = [task for task in questions if has_choices(task)]
+    in_own_words = [task for task in questions if is_in_own_words(task)]
+    _check_code(in_own_words, how.run_code, note)
+    opened = _open_models(
+        model, how.reference, chat_template_kwargs, bool(in_own_words or prompts), note
+    )
+    text = _windows(opened, how) if how.data else None
+    _check_tokenizers(opened, how)
+    subjects = _load(opened, device or default_device(), doing)
+    scored = None if text is None else _score_text(subjects, text, doing, progress)
+    wrote = [subject.write(in_own_words, doing, progress) for subject in subjects]
+    agreement = None
+    if len(subjects) > 1:
+        doing("comparing answers")
+        agreement = _agreement(subjects, prompts, wrote, text, progress)
+    chosen_by_each = [subject.choose(of_choices, doing, progress) for subject in subjects]
+    written_by_each = [one.marks(in_own_words, doing, progress) for one in wrote]
+    own = subjects[0]
+    return Evaluation(
+        model=str(model),
+        fingerprint=fingerprint(own.checkpoint),
+        reference=subjects[1].checkpoint.name if len(subjects) > 1 else None,
+        data=tuple(how.data),
+        **facts(own.model),
+        limit=how.limit,
+        text=scored,
+        answers=agreement,
+        tasks=(*_task_results(chosen_by_each), *_task_results(written_by_each)),
+    )
+
+
+def _checked(how: Evaluating) -> Evaluating:
+    """`how` itself; `UsageError` for settings that do not go together."""
     if not (how.data or how.tasks or how.prompts):
         raise UsageError("nothing to evaluate on: give --data, --tasks or --prompts")
     if how.limit is not None and not (how.tasks or how.prompts):
         raise UsageError("limit is for tasks and prompts, and none are given")
-    questions, asked = read_tasks(how.tasks, how.limit), []
-    if how.prompts is not None:
-        asked = spread(read_prompts(how.prompts), how.limit or COMPARED_ANSWERS)
-    own_words = [task for task in questions if task.kind != "choices"]
-    _check_code([task for task in own_words if task.kind == "tests"], how.run_code, note)
-    given, names = chat_template_kwargs, (model, how.reference)
-    subjects = [Subject.opened(name, given) for name in names if name is not None]
-    if how.reference is None and (own_words or asked):
-        subjects += _source(subjects[0].checkpoint, given, note)
-    text = _windows(subjects, how) if how.data else None
-    own, *others = subjects
+    return how
+
+
+def _prompts(how: Evaluating) -> list[Messages]:
+    """Those of the file `how.prompts` that both models answer."""
+    if how.prompts is None:
+        return []
+    return spread(read_prompts(how.prompts), how.limit or COMPARED_ANSWERS)
+
+
+def _open_models(
+    model: str | Path,
+    reference: str | Path | None,
+    template_kwargs: dict[str, Any] | None,
+    needs_answers: bool,
+    note: Doing,
+) -> list[Opened]:
+    """The model and its reference, which for answers defaults to the model's source."""
+    own = Opened.of(model, template_kwargs)
+    if reference is not None:
+        return [own, Opened.of(reference, template_kwargs)]
+    source = _source(own.checkpoint, template_kwargs, note) if needs_answers else None
+    return [own] if source is None else [own, source]
+
+
+def _check_tokenizers(opened: Sequence[Opened], how: Evaluating) -> None:
+    """`TwellError` if a reference encodes text to other tokens than the model does."""
+    own, *others = opened
     paths = [path for _, path in map(kind_and_path, how.data)]
     for reference in others:
         texts = islice(read_texts(paths, how.text_column, own.tokenizer), COMPARED_TEXTS)
         own.refuse_other_tokenizer(reference, texts)
-    for subject in subjects:
-        doing(f"loading {subject.checkpoint.name}")
-        subject.load(device or default_device())
-    result = None
-    if text is not None:
-        doing(f"reading {len(text.ids)} windows of {text.ids.shape[1]} tokens")
-        other = subjects[1].model if len(subjects) > 1 else None
-        result = score_text(subjects[0].checkpoint, subjects[0].model, other, text, progress)
-    wrote = [subject.write(own_words, doing, progress) for subject in subjects]
-    agreement = None
-    if len(subjects) > 1:
-        doing("comparing answers")
-        agreement = _agreement(subjects, asked, wrote, text, progress)
-    choice = [task for task in questions if task.kind == "choices"]
-    marks = [subject.choose(choice, doing, progress) for subject in subjects]
-    marked = [one.marks(own_words, doing, progress) for one in wrote]
-    return Evaluation(
-        model=str(model),
-        fingerprint=fingerprint(subjects[0].checkpoint),
-        reference=subjects[1].checkpoint.name if len(subjects) > 1 else None,
-        data=tuple(how.data),
-        **facts(subjects[0].model),
-        limit=how.limit,
-        text=result,
-        answers=agreement,
-        tasks=tuple(
-            TaskResult.of(*of_a_task)
-            for of_a_task in (*zip(*marks, strict=True), *zip(*marked, strict=True))
-        ),
-    )
 
 
-def _check_code(tasks: Sequence[Task], run_code: bool, note: Doing) -> None:
-    """Refuse to run what nobody allowed, or nothing can hold; say what is not held."""
+def _load(opened: Sequence[Opened], device: torch.device, doing: Doing) -> list[Subject]:
+    loaded = []
+    for one in opened:
+        doing(f"loading {one.checkpoint.name}")
+        loaded.append(one.load(device))
+    return loaded
+
+
+def _score_text(
+    subjects: Sequence[Subject], text: GroupedWindows, doing: Doing, progress: Progress
+) -> TextResult:
+    doing(f"reading {len(text.ids)} windows of {text.ids.shape[1]} tokens")
+    reference = subjects[1].model if len(subjects) > 1 else None
+    return score_text(subjects[0].checkpoint, subjects[0].model, reference, text, progress)
+
+
+def _task_results(marks_of_each: Sequence[Sequence[Marks]]) -> list[TaskResult]:
+    """By task, from the marks of the model and, if there is one, of its reference."""
+    return [TaskResult.of(*marks) for marks in zip(*marks_of_each, strict=True)]
+
+
+def _check_code(tasks: Sequence[Task[InOwnWords]], run_code: bool, note: Doing) -> None:
+    """Refuse to run code that is not allowed or cannot be limited; note what is not limited."""
+    tasks = [task for task in tasks if task.kind == "tests"]
     if not tasks:
         return
     count = sum(len(task.questions) for task in tasks)
@@ -120,49 +170,58 @@ def _check_code(tasks: Sequence[Task], run_code: bool, note: Doing) -> None:
         note("beware: this kernel has no Landlock, so programs can read what you can read")
 
 
-def _source(checkpoint: Checkpoint, given: dict[str, Any] | None, note: Doing) -> list[Subject]:
-    """What `checkpoint` was made from, where config.json names it and it is to be had."""
+def _source(
+    checkpoint: Checkpoint, template_kwargs: dict[str, Any] | None, note: Doing
+) -> Opened | None:
+    """The model that `checkpoint` was made from, if config.json names it and it can be opened."""
     source = None if checkpoint.is_gated_source else checkpoint.twell.get("source")
     if source is None:
         if not checkpoint.is_gated_source:
             note("no --reference, and config.json names no source: what was lost is not known")
-        return []
+        return None
     try:
-        return [Subject.opened(source, given)]
+        return Opened.of(source, template_kwargs)
     except TwellError as error:
         note(f"without its source, so what was lost is not known: {error}")
-        return []
+        return None
 
 
 def _agreement(
     subjects: Sequence[Subject],
-    asked: Sequence[list[dict[str, str]]],
+    prompts: Sequence[Messages],
     wrote: Sequence[Wrote],
     text: GroupedWindows | None,
     progress: Progress,
 ) -> AnswerScore | None:
-    """On the answers to `asked`, else on those to tasks, else on what follows in the text."""
+    """On the answers to `prompts`, else on those to tasks, else on what follows in the text."""
     own, other = subjects
-    if not asked and wrote[0].prompts:
-        places = spread(range(len(wrote[0].prompts)), COMPARED_ANSWERS)
-        prompts, theirs, ours = (
-            [found[i] for i in places]
-            for found in (wrote[0].prompts, wrote[1].answers, wrote[0].answers)
-        )
-        return score_answers(own.model, other.model, prompts, theirs, ours)
-    if asked:
-        prompts = [own.encoded(prompt) for prompt in asked]
+    if not prompts and wrote[0].prompts:
+        return _agreement_on_tasks(own, other, *wrote)
+    if prompts:
+        encoded = [own.encoded(prompt) for prompt in prompts]
     else:
-        prompts = prompts_in(own.tokenizer, text.ids) if text is not None else []
-    if not prompts:
+        encoded = prompts_in(own.tokenizer, text.ids) if text is not None else []
+    if not encoded:
         return None
-    return compare_answers(own.model, other.model, own.tokenizer, prompts, progress=progress)
+    return compare_answers(own.model, other.model, own.tokenizer, encoded, progress=progress)
 
 
-def _windows(subjects: Sequence[Subject], how: Evaluating) -> GroupedWindows:
-    """Windows of the text that all `subjects` can read."""
+def _agreement_on_tasks(own: Subject, other: Subject, ours: Wrote, theirs: Wrote) -> AnswerScore:
+    """On `COMPARED_ANSWERS` of the answers to tasks, which both models have written already."""
+    places = spread(range(len(ours.prompts)), COMPARED_ANSWERS)
+    return score_answers(
+        own.model,
+        other.model,
+        prompts=[ours.prompts[i] for i in places],
+        theirs=[theirs.answers[i] for i in places],
+        ours=[ours.answers[i] for i in places],
+    )
+
+
+def _windows(opened: Sequence[Opened], how: Evaluating) -> GroupedWindows:
+    """Windows of the text that all models can read."""
     # at least 2: one token has no next one
-    lengths = [window_length(one.checkpoint, how.seq_len, least=2) for one in subjects]
-    own = subjects[0]
+    lengths = [window_length(one.checkpoint, how.seq_len, least=2) for one in opened]
+    own = opened[0]
     sizes = how.windows, min(lengths), own.checkpoint.config.get("vocab_size")
     return grouped_windows(how.data, how.text_column, own.tokenizer, *sizes)

@@ -53,7 +53,7 @@ class Answer:
 def answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[list[int]],
     max_tokens: int = MAX_TOKENS,
     progress: Progress = lambda done, total: None,
 ) -> list[Answer]:
@@ -61,16 +61,12 @@ def answers(
 
     `TwellError` for a prompt that leaves no room, and where memory runs out.
     """
-    longest = max(map(len, prompts))
-    room = context_of(model.config.get_text_config().to_dict()) - longest
-    if room < 1:
-        raise TwellError(
-            f"a prompt of {longest} tokens leaves no room for an answer: the model's context is "
-            f"{longest + room}; leave it out"
-        )
+    context = context_of(model.config.get_text_config().to_dict())
+    if context is not None:
+        max_tokens = min(max_tokens, _room(prompts, context))
     write = bulk.answers if HFDecoder.why_not(model) is None else _one_by_one
     found: list[list[int]] = [[] for _ in prompts]
-    made = write(model, tokenizer, prompts, max_new_tokens=min(max_tokens, room))
+    made = write(model, tokenizer, prompts, max_new_tokens=max_tokens)
     for done, (place, tokens) in enumerate(made, 1):
         found[place] = tokens
         progress(done, len(prompts))
@@ -81,10 +77,21 @@ def answers(
     return [_answer(tokenizer, tokens, ends) for tokens in found]
 
 
+def _room(prompts: Sequence[list[int]], context: int) -> int:
+    """The tokens that the longest of `prompts` leaves for an answer."""
+    longest = max(map(len, prompts))
+    if longest >= context:
+        raise TwellError(
+            f"a prompt of {longest} tokens leaves no room for an answer: the model's context is "
+            f"{context}; leave it out"
+        )
+    return context - longest
+
+
 def _one_by_one(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[list[int]],
     max_new_tokens: int,
 ) -> Iterator[tuple[int, list[int]]]:
     """As `bulk.answers`, by a model whose steps cannot be batched."""

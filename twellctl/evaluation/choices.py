@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.errors import TwellError
-from twellctl.evaluation.questions import Question, Task
+from twellctl.evaluation.questions import ChoiceQuestion, Task
 from twellctl.evaluation.results import Marks
 from twellctl.evaluation.windows import batches
 from twellctl.models.head_loss import HeadLoss
@@ -33,7 +33,7 @@ def answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     context: int | None,
-    task: Task,
+    task: Task[ChoiceQuestion],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Marks:
     """Which questions of `task` the model answers rightly; `progress` receives choices.
@@ -88,14 +88,14 @@ def log_likelihoods(
     return sums
 
 
-def _is_right(likelihoods: list[float], question: Question) -> float:
+def _is_right(likelihoods: list[float], question: ChoiceQuestion) -> float:
     return float(likelihoods.index(max(likelihoods)) == question.gold)
 
 
 def continuation(
-    tokenizer: PreTrainedTokenizerBase, question: Question, choice: str, context: int | None
+    tokenizer: PreTrainedTokenizerBase, question: ChoiceQuestion, choice: str, context: int | None
 ) -> Continuation:
-    """Question and choice, with a space between them if there is none; it is the choice's.
+    """ChoiceQuestion and choice, with a space between them if there is none; it is the choice's.
 
     Without a `context` none is too long.
     """
@@ -108,8 +108,9 @@ def continuation(
     whole = opening + encode_written(tokenizer, (stem + gap if stem else "") + choice)
     # where the choice's first characters make one token with the question's last, it has that
     scored = max(1, len(whole) - len(before))
-    cut = context is not None and len(whole) > context
-    return Continuation(whole[-context:] if cut else whole, scored, cut)
+    if context is not None and len(whole) > context:
+        return Continuation(whole[-context:], scored, cut=True)
+    return Continuation(whole, scored, cut=False)
 
 
 @torch.no_grad()

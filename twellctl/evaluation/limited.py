@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,11 +83,9 @@ def run(program: str, seconds: float = SECONDS) -> Outcome:
     reading, writing = os.pipe()
     try:
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
-        process = _started(folder, writing, seconds)
+        process = _started(folder, token, writing, seconds)
         os.close(writing)
         try:
-            with contextlib.suppress(BrokenPipeError), process.stdin as told:
-                told.write(token.encode())
             ended = _watch(process, folder, seconds)
         finally:
             process.kill()
@@ -101,20 +99,33 @@ def run(program: str, seconds: float = SECONDS) -> Outcome:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _started(folder: Path, writing: int, seconds: float) -> subprocess.Popen:
+def _started(folder: Path, token: str, writing: int, seconds: float) -> subprocess.Popen:
+    """The process of the program in `folder`, which reads `token` before the program begins."""
     limits = [str(writing), str(round(seconds)), str(FOLDER_BYTES // 4), str(MEMORY)]
     plain = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder)}
-    with (folder / "said").open("wb") as said:
+    with (folder / "said").open("wb") as said, _pipe_with(token) as stdin:
         return subprocess.Popen(
             [sys.executable, "-I", str(_WITHIN), str(folder), *limits],
             cwd=folder,
-            stdin=subprocess.PIPE,
+            stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=said,
             env=plain | {"OPENBLAS_NUM_THREADS": "1"},
             pass_fds=[writing],
             start_new_session=True,
         )
+
+
+@contextlib.contextmanager
+def _pipe_with(text: str) -> Iterator[int]:
+    """The reading end of a pipe that holds the short `text`; it is closed when the block ends."""
+    reading, writing = os.pipe()
+    os.write(writing, text.encode())
+    os.close(writing)
+    try:
+        yield reading
+    finally:
+        os.close(reading)
 
 
 def _watch(process: subprocess.Popen, folder: Path, seconds: float) -> str | None:

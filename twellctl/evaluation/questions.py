@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
 
 from twellctl.errors import TwellError, UsageError, bounded, reason, shown
 from twellctl.evaluation import limited
@@ -27,7 +27,7 @@ _REMEDY = "correct or leave out this line"
 
 
 @dataclass(frozen=True)
-class Question:
+class ChoiceQuestion:
     """What is asked, two or more answers to choose from, and which of them is right."""
 
     query: str
@@ -36,7 +36,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextQuestion:
     """What is asked, the answer, and how the two are compared."""
 
     prompt: str
@@ -45,7 +45,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Coded:
+class CodeQuestion:
     """Code that is asked for, and tests of the function `entry_point`."""
 
     prompt: str
@@ -53,18 +53,24 @@ class Coded:
     tests: str
 
 
-AnyQuestion = Question | Asked | Coded
+InOwnWords: TypeAlias = TextQuestion | CodeQuestion
+AnyQuestion: TypeAlias = ChoiceQuestion | InOwnWords
+Q = TypeVar("Q", bound=AnyQuestion, covariant=True)
 # an answer is the text, has its last number equal to it, holds it, or a regular expression finds it
 MATCHES = ("exact", "number", "contains", "regex")
-_KINDS = {"choices": Question, "answer": Asked, "tests": Coded}  # by the key that only they have
+_KINDS = {
+    "choices": ChoiceQuestion,
+    "answer": TextQuestion,
+    "tests": CodeQuestion,
+}  # by the key that only they have
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(Generic[Q]):
     """Questions of one kind, under the name of their file."""
 
     name: str
-    questions: tuple[AnyQuestion, ...]
+    questions: tuple[Q, ...]
 
     @property
     def kind(self) -> str:
@@ -72,7 +78,17 @@ class Task:
         return next(key for key, kind in _KINDS.items() if isinstance(self.questions[0], kind))
 
 
-def read_tasks(paths: Sequence[str], limit: int | None = None) -> tuple[Task, ...]:
+def has_choices(task: Task[AnyQuestion]) -> TypeGuard[Task[ChoiceQuestion]]:
+    """Whether the answers of `task` are chosen."""
+    return task.kind == "choices"
+
+
+def is_in_own_words(task: Task[AnyQuestion]) -> TypeGuard[Task[InOwnWords]]:
+    """Whether the answers of `task` are written."""
+    return task.kind != "choices"
+
+
+def read_tasks(paths: Sequence[str], limit: int | None = None) -> tuple[Task[AnyQuestion], ...]:
     """The tasks in files and folders of them, the first `limit` questions of each.
 
     `TwellError` names file and line of what is wrong, also of questions behind the limit.
@@ -100,7 +116,7 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _read_task(file: Path, limit: int | None) -> Task:
+def _read_task(file: Path, limit: int | None) -> Task[AnyQuestion]:
     questions: list[AnyQuestion] = []
     for where, row in read_rows(file, ""):
         questions.append(_question(row, where))
@@ -120,10 +136,10 @@ def _question(row: Any, where: str) -> AnyQuestion:
     if (wrong := _what_is_wrong(row)) is not None:
         raise TwellError(f"{where}: {wrong}: {_REMEDY}")
     if "choices" in row:
-        return Question(row["query"], tuple(row["choices"]), row["gold"])
+        return ChoiceQuestion(row["query"], tuple(row["choices"]), row["gold"])
     if "answer" in row:
-        return Asked(row["prompt"], str(row["answer"]), _match_of(row))
-    return Coded(row["prompt"], row["entry_point"], row["tests"])
+        return TextQuestion(row["prompt"], str(row["answer"]), _match_of(row))
+    return CodeQuestion(row["prompt"], row["entry_point"], row["tests"])
 
 
 def _what_is_wrong(row: Any) -> str | None:
@@ -208,9 +224,9 @@ _WHOLE = (
 _BLOCK_PLEASE = "{}\n\nAnswer with one ```python block."
 
 
-def prompt_of(question: Asked | Coded) -> str:
+def prompt_of(question: TextQuestion | CodeQuestion) -> str:
     """What the model is asked. A prompt that begins the function wants all of it."""
-    if isinstance(question, Asked):
+    if isinstance(question, TextQuestion):
         return question.prompt
     if _begins(question):
         return _WHOLE.format(question.prompt.rstrip())
@@ -218,22 +234,27 @@ def prompt_of(question: Asked | Coded) -> str:
 
 
 def right(
-    questions: Sequence[Asked | Coded],
+    questions: Sequence[InOwnWords],
     texts: Sequence[str],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[float, ...]:
-    """1 for each of `texts` that answers its question, else 0. It runs the code of `Coded` ones."""
-    if isinstance(questions[0], Coded):
-        programs = [program(*one) for one in zip(questions, texts, strict=True)]
+    """1 for each of `texts` that answers its question, else 0. Code for a `CodeQuestion` is run."""
+    pairs = list(zip(questions, texts, strict=True))
+    programs = [program(asked, text) for asked, text in pairs if isinstance(asked, CodeQuestion)]
+    if programs:
         return tuple(float(done.passed) for done in limited.run_all(programs, progress))
-    return tuple(float(matches(*one)) for one in zip(questions, texts, strict=True))
+    return tuple(
+        float(matches(asked, text)) for asked, text in pairs if isinstance(asked, TextQuestion)
+    )
 
 
-def matches(question: Asked, text: str) -> bool:
+def matches(question: TextQuestion, text: str) -> bool:
     wanted, text = question.answer.strip(), text.strip()
     if question.match == "number":
-        found = last_number(text)
-        return found is not None and math.isclose(found, last_number(wanted), rel_tol=1e-6)
+        found, number = last_number(text), last_number(wanted)
+        return (
+            found is not None and number is not None and math.isclose(found, number, rel_tol=1e-6)
+        )
     if question.match == "contains":
         return wanted in text
     if question.match == "regex":
@@ -241,7 +262,7 @@ def matches(question: Asked, text: str) -> bool:
     return wanted == text
 
 
-def program(question: Coded, text: str) -> str:
+def program(question: CodeQuestion, text: str) -> str:
     """The code in `text`, what the prompt imports before it, its tests behind it.
 
     It is the first block that defines the function, else the first one, else all of the text;
@@ -256,9 +277,9 @@ def program(question: Coded, text: str) -> str:
     return f"{imports}\n{code}\n\n{question.tests}\n"
 
 
-def _define(question: Coded) -> str:
+def _define(question: CodeQuestion) -> str:
     return f"def {question.entry_point}"
 
 
-def _begins(question: Coded) -> bool:
+def _begins(question: CodeQuestion) -> bool:
     return _define(question) in question.prompt

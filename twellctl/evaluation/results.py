@@ -31,13 +31,13 @@ class TextScore:
     same_top: float | None = None
 
     @classmethod
-    def of(cls, tokens: int, sums: Sequence[float], **which: str) -> Self:
+    def of(cls, tokens: int, sums: Sequence[float]) -> "TextScore":
         """From sums over the tokens: cross-entropy and, of a reference, its own, KL and same."""
         if not tokens:
-            return cls(0, None, None, **which)
+            return TextScore(0, None, None)
         loss, *agreement = (value / tokens for value in sums)
         perplexity = math.exp(loss) if loss < 700 else None  # beyond it is no float
-        return cls(tokens, loss, perplexity, *agreement, **which)
+        return TextScore(tokens, loss, perplexity, *agreement)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,11 @@ class KindScore(TextScore):
     """The same for text of one kind."""
 
     kind: str
+
+    @classmethod
+    def of_kind(cls, kind: str, tokens: int, sums: Sequence[float]) -> "KindScore":
+        """As `TextScore.of`."""
+        return KindScore(**vars(TextScore.of(tokens, sums)), kind=kind)
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,9 @@ class Mean:
     @classmethod
     def over(cls, means: Sequence["Mean"]) -> Self:
         """The mean of independent means, each of which counts alike."""
-        errors = [mean.stderr for mean in means]
-        known = None not in errors
-        stderr = math.hypot(*errors) / len(errors) if known else None
+        errors = [mean.stderr for mean in means if mean.stderr is not None]
+        is_known = len(errors) == len(means)
+        stderr = math.hypot(*errors) / len(errors) if is_known else None
         return cls(statistics.fmean(mean.mean for mean in means), stderr)
 
 
@@ -140,7 +145,7 @@ class Marks:
         """The difference, question by question: chance that both share is not counted twice."""
         acc = [a - b for a, b in zip(self.acc, other.acc, strict=True)]
         acc_norm = None
-        if self.acc_norm is not None:
+        if self.acc_norm is not None and other.acc_norm is not None:
             pairs = zip(self.acc_norm, other.acc_norm, strict=True)
             acc_norm = Mean.of([a - b for a, b in pairs])
         return Accuracy(Mean.of(acc), acc_norm)
@@ -225,12 +230,12 @@ class TaskResult:
     def of(cls, marks: Marks, reference: Marks | None = None) -> Self:
         """In its own words nothing is got by guessing."""
         count, is_written = len(marks.acc), marks.kind != "choices"
-        beside: dict[str, Any] = {}
+        compared: dict[str, Any] = {}
         if reference is not None:
-            beside = {"reference": reference.accuracy, "difference": marks.less(reference)}
+            compared = {"reference": reference.accuracy, "difference": marks.less(reference)}
         if is_written and reference is not None:
-            beside["reference_right"] = reference.acc
-            beside["lost_ones"] = tuple(marks.lost(reference)[:SHOWN])
+            compared["reference_right"] = reference.acc
+            compared["lost_ones"] = tuple(marks.lost(reference)[:SHOWN])
         return cls(
             task=marks.task,
             questions=count,
@@ -239,26 +244,27 @@ class TaskResult:
             accuracy=marks.accuracy,
             kind=marks.kind,
             right=marks.acc if is_written else (),
-            **beside,
+            **compared,
         )
 
     @classmethod
     def over(cls, tasks: Sequence["TaskResult"]) -> Self:
         """The mean of `tasks`, under that name."""
-
-        def mean(which: str) -> Accuracy | None:
-            found = [getattr(task, which) for task in tasks]
-            return None if None in found else Accuracy.over(found)
-
         return cls(
             task="mean",
             questions=sum(task.questions for task in tasks),
             chance=statistics.fmean(task.chance for task in tasks),
             cut=sum(task.cut for task in tasks),
-            accuracy=mean("accuracy"),
-            reference=mean("reference"),
-            difference=mean("difference"),
+            accuracy=Accuracy.over([task.accuracy for task in tasks]),
+            reference=_mean_if_all([task.reference for task in tasks]),
+            difference=_mean_if_all([task.difference for task in tasks]),
         )
+
+
+def _mean_if_all(found: Sequence[Accuracy | None]) -> Accuracy | None:
+    """The mean of `found`; None unless every task has one."""
+    known = [accuracy for accuracy in found if accuracy is not None]
+    return Accuracy.over(known) if len(known) == len(found) else None
 
 
 @dataclass(frozen=True)
@@ -284,9 +290,12 @@ class Evaluation(Shown):
     @property
     def verdict(self) -> Verdict | None:
         """By the tasks in its own words, if there are enough, else by the answers."""
-        written = [task for task in self.tasks if task.reference_right is not None]
-        score = self.answers and self.answers.judged_by
-        return judged([(task.right, task.reference_right) for task in written], score)
+        written = [
+            (task.right, task.reference_right)
+            for task in self.tasks
+            if task.reference_right is not None
+        ]
+        return judged(written, None if self.answers is None else self.answers.judged_by)
 
     @property
     def mean(self) -> TaskResult | None:
@@ -297,5 +306,5 @@ class Evaluation(Shown):
     def to_json(self) -> dict:
         """The content of the file: its version first, then all fields, mean and verdict last."""
         more: dict[str, Any] = {"mean": self.mean, "verdict": self.verdict}
-        told = {key: None if value is None else asdict(value) for key, value in more.items()}
-        return {VERSION_KEY: SCHEMA_VERSION} | asdict(self) | told
+        added = {key: None if value is None else asdict(value) for key, value in more.items()}
+        return {VERSION_KEY: SCHEMA_VERSION} | asdict(self) | added

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,7 +12,7 @@ from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
 from twellctl.errors import TwellError, counted
 from twellctl.evaluation import choices, questions
 from twellctl.evaluation.answers import Answer, Progress, answers
-from twellctl.evaluation.questions import Task
+from twellctl.evaluation.questions import ChoiceQuestion, InOwnWords, Task
 from twellctl.evaluation.results import Marks
 from twellctl.evaluation.windows import dtype_for
 from twellctl.here.own_kernels import own_kernels
@@ -22,17 +22,21 @@ from twellctl.text.tokens import check_ids, encode_prompt, encode_written
 
 _COMPARED = 10_000  # characters of each text that both tokenizers encode
 Doing = Callable[[str], None]
+Messages: TypeAlias = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Wrote:
-    """What a model answered to the questions of some tasks, one after the other."""
+    """What the model `name` answered to the questions of some tasks, one after the other."""
 
     name: str
     prompts: list[list[int]]
     answers: list[Answer]
 
-    def marks(self, tasks: Sequence[Task], doing: Doing, progress: Progress) -> list[Marks]:
+    def marks(
+        self, tasks: Sequence[Task[InOwnWords]], doing: Doing, progress: Progress
+    ) -> list[Marks]:
+        """Which answers are right, by task. Code that was written for tests is run."""
         found, rest = [], iter(self.answers)
         for task in tasks:
             ours = [next(rest) for _ in task.questions]
@@ -52,24 +56,23 @@ class Wrote:
         return found
 
 
-@dataclass
-class Subject:
-    """A model that is measured; `model` once it is loaded."""
+@dataclass(frozen=True)
+class Opened:
+    """A model that will be measured, checked but not loaded."""
 
     checkpoint: Checkpoint
     tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel | None = None
 
     @classmethod
-    def opened(cls, name: str | Path, given: dict[str, Any] | None = None) -> "Subject":
-        """`given`: what its chat template always knows."""
+    def of(cls, name: str | Path, template_kwargs: dict[str, Any] | None = None) -> "Opened":
+        """The ReLU or gated model `name`; `template_kwargs` go to its chat template."""
         checkpoint = open_checkpoint(name)
         if not checkpoint.is_gated_source:
             checkpoint.require_relu()
-        return cls(checkpoint, load_tokenizer(checkpoint, given=given))
+        return Opened(checkpoint, load_tokenizer(checkpoint, given=template_kwargs))
 
     def refuse_other_tokenizer(
-        self, other: "Subject", texts: Iterable[str], called: str = "reference"
+        self, other: "Opened", texts: Iterable[str], called: str = "reference"
     ) -> None:
         """`TwellError` unless `other` has the same tokens, and both encode `texts` to them."""
         pair = self, other
@@ -85,15 +88,24 @@ class Subject:
                 "made from"
             )
 
-    def load(self, device: torch.device) -> None:
-        self.model = load_model(self.checkpoint, dtype=dtype_for(device), device=device)
+    def load(self, device: torch.device) -> "Subject":
+        model = load_model(self.checkpoint, dtype=dtype_for(device), device=device)
+        return Subject(self.checkpoint, self.tokenizer, model)
 
-    def encoded(self, prompt: str | list[dict[str, str]]) -> list[int]:
+
+@dataclass(frozen=True)
+class Subject(Opened):
+    """A loaded model that is measured."""
+
+    model: PreTrainedModel
+
+    def encoded(self, prompt: str | Messages) -> list[int]:
+        """The tokens of a prompt in the chat template."""
         tokens = encode_prompt(self.tokenizer, prompt)
         check_ids(max(tokens, default=0), self.model.config.vocab_size)
         return tokens
 
-    def write(self, tasks: Sequence[Task], doing: Doing, progress: Progress) -> Wrote:
+    def write(self, tasks: Sequence[Task[InOwnWords]], doing: Doing, progress: Progress) -> Wrote:
         """Its answers to the questions of `tasks`, in its own words."""
         name = self.checkpoint.name
         asked = [questions.prompt_of(question) for task in tasks for question in task.questions]
@@ -104,18 +116,20 @@ class Subject:
         made = answers(self.model, self.tokenizer, prompts, progress=progress)
         return Wrote(name, prompts, made)
 
-    def choose(self, tasks: Sequence[Task], doing: Doing, progress: Progress) -> list[Marks]:
+    def choose(
+        self, tasks: Sequence[Task[ChoiceQuestion]], doing: Doing, progress: Progress
+    ) -> list[Marks]:
         """Its marks in tasks of choices."""
         if tasks:
-            self._go_over_twell()
+            self._use_twell()
         marks, context = [], self.checkpoint.context
         for task in tasks:
             doing(f"{self.checkpoint.name} answers {task.name}")
             marks.append(choices.answer(self.model, self.tokenizer, context, task, progress))
         return marks
 
-    def _go_over_twell(self) -> None:
-        """On a GPU let each sparse FFN go the way that is measured to be fastest there."""
+    def _use_twell(self) -> None:
+        """On a GPU, compute each sparse FFN as is measured to be fastest there."""
         if self.model.device.type == "cuda" and self.checkpoint.activation == "relu":
             put_over_twell(self.model, self.checkpoint.twell)
             use_kernels(self.model, own_kernels())

@@ -119,33 +119,13 @@ def score_text(
     Each token of a window but the first is predicted from those in front of it. `TwellError` if
     gates or the loss are not finite.
     """
-    heads = [HeadLoss(made) for made in (model, reference) if made is not None]
-    groups_of_a_kind = text.num_groups // len(text.kinds)
-    # by kind of text: cross-entropy and, of a reference, its own, KL and equal first
-    size = (len(text.kinds), 1 if reference is None else 4)
-    sums = torch.zeros(size, dtype=torch.float64, device=model.device)
-    tokens = torch.zeros(len(text.kinds), dtype=torch.int64, device=model.device)
-
-    def read(ids: Tensor, groups: Tensor) -> None:
-        states = [head.states(ids) for head in heads]
-        targets = ids[:, 1:].flatten()
-        kinds = groups[:, 1:].flatten() // groups_of_a_kind  # of the token that is predicted
-        for some in heads[0].logit_rows(len(targets)):
-            log_p = [
-                head.logits(state[some]).float().log_softmax(-1)
-                for head, state in zip(heads, states, strict=True)
-            ]
-            sums.index_add_(0, kinds[some], _columns(log_p, targets[some, None]).double())
-        tokens.add_(kinds.bincount(minlength=len(tokens)))
-
+    sums = _Sums(model, reference, text)
     try:
-        counts = count_windows(checkpoint, model, text, read, progress)
+        counts = count_windows(checkpoint, model, text, sums.read, progress)
     finally:
-        for head in heads:
-            head.remove()
-    tokens, sums = tokens.cpu(), sums.cpu()
-    whole = TextScore.of(int(tokens.sum()), sums.sum(0).tolist())
-    if not sums.isfinite().all():
+        sums.close()
+    tokens, totals = sums.tokens.cpu(), sums.totals.cpu()
+    if not totals.isfinite().all():
         raise TwellError(
             f"{checkpoint.name}: the loss is not finite: the model or its reference is broken"
         )
@@ -154,15 +134,51 @@ def score_text(
         windows=len(text.ids),
         seq_len=text.ids.shape[1],
         text_tokens=text.text_tokens,
-        score=whole,
+        score=TextScore.of(int(tokens.sum()), totals.sum(0).tolist()),
         by_kind=tuple(
-            KindScore.of(count, row, kind=kind)
-            for kind, count, row in zip(text.kinds, tokens.tolist(), sums.tolist(), strict=True)
+            KindScore.of_kind(*row)
+            for row in zip(text.kinds, tokens.tolist(), totals.tolist(), strict=True)
         ),
         density=sum(density_by_layer) / len(density_by_layer),
         density_by_layer=density_by_layer,
         density_by_kind=text.by_kind(counts),
     )
+
+
+class _Sums:
+    """Sums over predicted tokens by kind of text, on the model's device.
+
+    `tokens` is int64 `[kinds]`. `totals` is float64 `[kinds, 1]`, of cross-entropy; with a
+    reference it is `[kinds, 4]`: also the reference's cross-entropy, KL, and equal first tokens.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, reference: PreTrainedModel | None, text: GroupedWindows
+    ):
+        self._heads = [HeadLoss(made) for made in (model, reference) if made is not None]
+        self._groups_of_a_kind = text.num_groups // len(text.kinds)
+        size = (len(text.kinds), 1 if reference is None else 4)
+        self.totals = torch.zeros(size, dtype=torch.float64, device=model.device)
+        self.tokens = torch.zeros(len(text.kinds), dtype=torch.int64, device=model.device)
+
+    def close(self) -> None:
+        """Give both models their heads back."""
+        for head in self._heads:
+            head.remove()
+
+    def read(self, ids: Tensor, groups: Tensor) -> None:
+        """Add the windows `ids` `[B, S]`. A prediction is of the kind of the token it is for."""
+        states = [head.states(ids) for head in self._heads]
+        targets = ids[:, 1:].flatten()
+        kinds = groups[:, 1:].flatten() // self._groups_of_a_kind
+        for some in self._heads[0].logit_rows(len(targets)):
+            log_p = [
+                head.logits(state[some]).float().log_softmax(-1)
+                for head, state in zip(self._heads, states, strict=True)
+            ]
+            columns = _columns(log_p, targets[some, None]).double()
+            self.totals.index_add_(0, kinds[some], columns)
+        self.tokens += kinds.bincount(minlength=len(self.tokens))
 
 
 def _columns(log_p: list[Tensor], targets: Tensor) -> Tensor:
