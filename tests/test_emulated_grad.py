@@ -73,13 +73,15 @@ def test_down_as_on_a_gpu(kernels, name, given):
 
 
 of_gpu = on_cpu("test_attend")
+_NEW_IS_CACHED = 18  # of the arguments of `attend`, whose cache is 12 and 13
 
 
 class Kernels(EmulatedKernels):
     def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
-        """As `KernelSet.launch`; the kernel in front has always ended."""
+        """As `KernelSet.launch`; the kernel in front has ended, but `store_keys`."""
         assert grid[2:] in ((), (1,))
-        super().launch(name, grid[:2], block, args, smem_bytes)
+        stored = args[12:14] if name.startswith("attend") and args[_NEW_IS_CACHED] else ()
+        super().launch(name, grid[:2], block, args, smem_bytes, from_previous=stored)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,21 @@ class Kernels(EmulatedKernels):
 )
 def test_heads(heads, how):
     of_gpu.check_attend(Kernels(), heads, [0, 15, 64, 77], splits=1, **how)
+
+
+@pytest.mark.parametrize(
+    ("heads", "spans", "how"),
+    [
+        ((4, 2, 64), [(14, 5), (62, 3), (0, 1)], {"turned": 48}),
+        ((7, 1, 38), [(0, 3), (30, 2)], {"normed": True, "cap": 2.0}),
+        ((2, 1, 100), [(5, 16)], {"window": 9}),
+        ((2, 1, 128), [(77, 2), (60, 2)], {"window": 33, "turned": 96}),
+        ((2, 1, 256), [(63, 3)], {"normed": True}),
+    ],
+    ids=str,
+)
+def test_heads_of_several_tokens(heads, spans, how):
+    of_gpu.check_queries(Kernels(), heads, spans, splits=1, **how)
 
 
 def test_norms():

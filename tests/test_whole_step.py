@@ -210,9 +210,10 @@ SHAPES = [(32, 32, 64), (32, 8, 128), (14, 2, 64), (9, 3, 64), (32, 32, 96), (71
 SHAPES += [(12, 4, 256), (8, 4, 256), (16, 16, 256), (32, 8, 160), (32, 32, 100)]
 
 
-def arguments(H: int, Hkv: int, D: int, B: int = 3, W: int = 4) -> dict:
+def arguments(H: int, Hkv: int, D: int, B: int = 3, W: int = 4, queries: int = 1) -> dict:
     """What `attend` takes."""
-    plan = attention.plan_attend(B, H, Hkv, D, W * PAGE, 132)
+    plan = attention.plan_attend(B, H, Hkv, D, W * PAGE, 132, queries)
+    B *= queries
     return {
         "plan": plan,
         "layer": attention.AttendLayer(
@@ -238,6 +239,22 @@ def test_attend_is_launched_as_its_source_says(shape):
         32 * given["plan"].num_warps,
         given["plan"].smem_bytes,
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_keys_of_several_tokens_are_stored_before_they_are_read(shape):
+    kernels, given = Launches(), arguments(*shape, queries=5)
+    out = attention.attend(kernels, **given)
+    assert out.shape == (15, shape[0] * shape[2])
+    (store, attend), one = kernels.made, Launches()
+    assert store[:3] == ("store_keys", (shape[1], 15), 32)
+    assert kernels.overlaps == [True, True]
+    for name, _, _, args, _ in kernels.made:
+        assert_taken(name, args)
+    attention.attend(one, **arguments(*shape))
+    ((name, (blocks, rows, splits), *rest),) = one.made
+    assert attend[:2] == (name, (blocks, 5 * rows, splits))  # a token is split as if it were alone
+    assert (attend[2], attend[4]) == (rest[0], rest[2])
 
 
 def test_norms_are_launched_as_their_source_says():

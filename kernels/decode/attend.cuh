@@ -1,9 +1,10 @@
-// attend: attention of one new token a row over a cache in pages: rotary of q and k, the new k and
-// v into the cache, softmax(q K^T scale) V.
+// attend: attention of new tokens over a cache in pages: rotary of q and k, the new k and v into the
+// cache, softmax(q K^T scale) V. Each of B rows is one new token.
 //
 //   qkv           [B, (H + 2 Hkv) columns] bf16: the heads of q, then of k, then of v; an even
 //                 number of columns up to DIM, behind which all that is DIM wide has zeros
-//   positions     int32 [B]: where the new token stands
+//   positions     int32 [B]: where the new token stands. With `new_is_cached` a row below 0 is no
+//                 token: it attends to itself, and nobody uses its result
 //   cos, sin      [positions, DIM] bf16; 1 and 0 behind the first 2 `half` columns, which alone
 //                 are turned
 //   tables        int32 [B, width], rows `table_stride` apart; position p of row b lies in page
@@ -15,6 +16,11 @@
 // q_norm and k_norm), from there on fp32. With a cap, scores are cap tanh(score / cap). Nothing
 // cached at positions >= positions[b] is used. With a window only the last `window` positions
 // count, the new one included.
+//
+// Several rows may be tokens of one sequence, with the same table. Then `store_keys` runs before
+// and caches k and v of all of them; with `new_is_cached` the blocks wait for it before they read
+// the cache, and store nothing. Each row is split and added up as if it were alone, so its result
+// has the bits of a launch with one token of the sequence.
 //
 // A block has a row, a head of k and v with up to HEADS of the heads of q that share it, and one of
 // the row's splits. 8 lanes (16 if DIM > 64, 32 if DIM > 128) hold a position, 16 bytes each. A
@@ -117,6 +123,8 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
     const auto page_of = [&](int batch) { return min(batch, range.last) * S::BATCH / kPage; };
     if (page_of(at) != guess) page = __ldg(table + page_of(at));
 
+    if (job.new_is_cached) wait_for_previous();
+
     // the first batch, and what the new token is turned by
     uint4 keys[kLoads], values[kLoads];
 #pragma unroll
@@ -181,12 +189,13 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
         int width, const unsigned short* cos, const unsigned short* sin, int columns,         \
         int half, const unsigned short* q_norm, const unsigned short* k_norm, float eps,      \
         unsigned short* keys, unsigned short* values, int num_kv_heads, int sharing,          \
-        int window, int whole_batches, float scale, float cap, float* parts,                  \
-        unsigned* tickets, unsigned* out) {                                                   \
+        int window, int whole_batches, int new_is_cached, float scale, float cap,             \
+        float* parts, unsigned* tickets, unsigned* out) {                                     \
         extern __shared__ float memory[];                                                     \
         attend<DIM, HEADS>({qkv, positions, tables, table_stride, width, cos, sin, columns,   \
                             half, q_norm, k_norm, eps, keys, values, num_kv_heads, sharing,   \
-                            window, whole_batches, scale, cap, parts, tickets, out},          \
+                            window, whole_batches, new_is_cached, scale, cap, parts, tickets, \
+                            out},                                                             \
                            memory);                                                           \
     }
 

@@ -21,6 +21,7 @@ struct Job {
     float eps;
     unsigned short *keys, *values;
     int num_kv_heads, sharing, window, whole_batches;  // sharing: heads of q to one of k and v
+    int new_is_cached;  // the new tokens' k and v, by the kernel in front
     float scale, cap;  // of scores; 0: they are not capped
     float* parts;
     unsigned* tickets;
@@ -71,6 +72,7 @@ struct Range {
 template <int DIM>
 __device__ __forceinline__ Range range_of_row(const Job& job, int position) {
     constexpr int BATCH = Shape<DIM>::BATCH;
+    position = max(position, 0);  // of a row that fills up a batch
     const int start = job.window > 0 ? max(0, position - job.window + 1) : 0;
     return {start, position, start / BATCH, position / BATCH};
 }

@@ -1,5 +1,6 @@
-// The new token of `attend`: its heads of q, k and v out of qkv, normalised and rotated as
-// transformers does in bf16, into shared memory, and k and v into the cache. See attend.cuh.
+// A new token of `attend` and `store_keys`: its heads of q, k and v out of qkv, normalised and
+// rotated as transformers does in bf16, into shared memory, and k and v into the cache. See
+// attend.cuh.
 #pragma once
 #include "decode/attend_job.cuh"
 #include "ptx/arithmetic.cuh"
@@ -116,7 +117,8 @@ __device__ __forceinline__ void finish_new_head(const Job& job, const Heads& hea
     if (head.task == kKey) eight = pack(values);
     (head.task == kKey ? shared.key : shared.value)[lane.eight] = eight;
     unsigned short* cache = head.task == kKey ? job.keys : job.values;
-    if (heads.is_first) *reinterpret_cast<uint4*>(cache + head.place) = eight;
+    if (heads.is_first && !job.new_is_cached)
+        *reinterpret_cast<uint4*>(cache + head.place) = eight;
 }
 
 }  // namespace

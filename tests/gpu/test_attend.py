@@ -225,6 +225,97 @@ def test_heads_that_are_turned_in_part(kernels, heads, turned):
     check_attend(kernels, heads, [0, 77, 300], turned=turned)
 
 
+def check_queries(
+    kernels,
+    heads,
+    spans: list[tuple[int, int]],
+    *,
+    window=None,
+    normed=False,
+    splits=None,
+    warps=None,
+    cap=None,
+    turned=None,
+) -> None:
+    """Several new tokens of each row, (position of the first, how many) in one launch.
+
+    Results and what is cached have the bits of steps with one token, and are near to float64.
+    """
+    H, Hkv, D = heads
+    B, Q = len(spans), max(count for _, count in spans)
+    lasts = [first + count - 1 for first, count in spans]
+    pages, others = (Pages(lasts, Hkv, D) for _ in range(2))
+    for made in (pages, others):
+        for row, (first, count) in enumerate(spans):
+            for position in range(first, first + count):
+                page, slot = int(made.tables[row, position // PAGE]), position % PAGE
+                made.keys[page, :, slot] = made.values[page, :, slot] = (
+                    NAN  # the columns behind, too
+                )
+    weights = [1 + random_bf16(D, seed=i, scale=0.1) if normed else None for i in (3, 4)]
+    rest = 0, head_width(D) - D
+    wide = [None if weight is None else F.pad(weight, rest) for weight in weights]
+    layer, other = (
+        AttendLayer(made.keys, made.values, D**-0.5, window, *wide, EPS, cap)
+        for made in (pages, others)
+    )
+    plan = plan_attend(B, H, Hkv, D, pages.width * PAGE, 132, Q)
+    plan = replace(plan, splits=splits or plan.splits, num_warps=warps or plan.num_warps)
+    plan = replace(plan, whole_batches=1)
+    alone = replace(plan, B=1, queries=1)
+    workspace = open_workspace([plan, alone], torch.device(DEVICE))
+    rotary = tables_of_angles(D, turned=turned)
+    qkv = random_bf16(B * Q, (H + 2 * Hkv) * D, seed=5)
+    at = torch.full((B, Q), -1, dtype=torch.int32)
+    for row, (first, count) in enumerate(spans):
+        at[row, Q - count :] = torch.arange(first, first + count)
+    at = at.flatten().to(DEVICE)
+    tables = pages.tables.repeat_interleave(Q, 0)
+    found = attend(kernels, plan, layer, qkv, at, tables, rotary, workspace)
+    for token in (at >= 0).nonzero().flatten().tolist():
+        one, row = slice(token, token + 1), token // Q
+        table = others.tables[row : row + 1]
+        single = attend(kernels, alone, other, qkv[one], at[one], table, rotary, workspace)
+        assert torch.equal(single.view(torch.int16)[0], found.view(torch.int16)[token]), token
+        others.positions = [int(at[token])] * B
+        q, _, _ = new_heads(qkv[one].expand(B, -1), rotary, others, other, H, Hkv)
+        wanted = wanted_rows(others, q, other)[row]
+        close(single[0], wanted, 2 if normed else 1, 1e-3 if normed else None)
+    for cached, known in ((pages.keys, others.keys), (pages.values, others.values)):
+        assert torch.equal(cached.view(torch.int16), known.view(torch.int16))
+    assert not workspace.tickets.any()
+
+
+# rows in the middle of a page, over its end, from the first token on, with fewer tokens than others
+SPANS = {
+    1: [(700, 1), (0, 1)],
+    2: [(127, 2), (62, 1), (0, 2)],
+    5: [(701, 5), (61, 5), (0, 3), (1020, 1)],
+    16: [(1000, 16), (0, 16), (120, 9)],
+}
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("queries", SPANS)
+def test_several_tokens_of_a_row(kernels, heads, queries):
+    check_queries(kernels, heads, SPANS[queries])
+
+
+@pytest.mark.parametrize(
+    ("heads", "how"),
+    [
+        ((4, 2, 64), {"window": 33, "splits": 3}),
+        ((8, 2, 128), {"normed": True, "splits": 16}),
+        ((7, 1, 38), {"turned": 20, "cap": 0.7}),
+        ((3, 1, 256), {"normed": True, "window": 300, "splits": 5, "warps": 8}),
+        ((4, 2, 100), {"normed": True, "turned": 50, "splits": 2}),
+    ],
+    ids=str,
+)
+def test_several_tokens_of_a_row_of_other_models(kernels, heads, how):
+    check_queries(kernels, heads, SPANS[5], **how)
+
+
 def test_rows_do_not_depend_on_their_neighbours(kernels):
     H, Hkv, D = 4, 2, 64
     plan = replace(plan_attend(4, H, Hkv, D, 1024, 132), splits=3, num_warps=4)

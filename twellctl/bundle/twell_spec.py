@@ -287,6 +287,7 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "decode/choose.cu": ("choose",),
     "decode/few_gated.cu": partial(few_entries, "few_gated"),
     f"decode/few_gated{E4M3_END}.cu": partial(few_entries, "few_gated", end=E4M3_END),
+    "decode/store_keys.cu": ("store_keys",),
     "decode/norm.cu": ("rms_norm", "embed_norm", "add_norm"),
     **dict(_STEPS.values()),
 }

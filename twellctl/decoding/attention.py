@@ -1,11 +1,11 @@
-"""What stands around the FFN in a decode step, over our own kernels: attention of one new token a
-row over paged keys and values, with rotary, and RMSNorm.
+"""What stands around the FFN in a decode step, over our own kernels: attention of new tokens over
+paged keys and values, with rotary, and RMSNorm.
 
-B rows, K hidden size, H heads of q, Hkv heads of k and v, D their size. All bf16, contiguous, on
-one device. What is computed, and how it is rounded, stands in kernels/decode/attend.cuh and
-norm.cu; how a launch is laid out, here. Nothing depends on values on the device: a CUDA graph can
-hold it all. The kernels may start before the one in front of them has ended, as kernels/ptx/pdl.cuh
-says.
+B rows of Q new tokens each, K hidden size, H heads of q, Hkv heads of k and v, D their size. All
+bf16, contiguous, on one device. What is computed, and how it is rounded, stands in
+kernels/decode/attend.cuh and norm.cu; how a launch is laid out, here. Nothing depends on values on
+the device: a CUDA graph can hold it all. The kernels may start before the one in front of them has
+ended, as kernels/ptx/pdl.cuh says.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,6 +24,7 @@ _MAX_SPLITS = 64
 _WHOLE_BATCHES = 3  # a warp's, of a row that is not split: putting parts together takes 2 us
 _SPLIT_POSITIONS = 4096  # a block's at most, or one long row holds up all others ...
 _WAVES = 8  # ... but not beyond so many blocks a place for one: most may find nothing to do
+MOST_QUERIES = 16  # new tokens of a row, at most
 
 
 # ---- attention ----
@@ -42,7 +43,11 @@ def why_not_attend(H: int, Hkv: int, D: int) -> str | None:
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """How `attend` is laid over B rows."""
+    """How `attend` is laid over B rows of `queries` new tokens each.
+
+    Each token is computed as if it were its row's only one: splits depend on the number of rows and
+    on positions, so that a token's result has the same bits for any number of `queries`.
+    """
 
     B: int
     H: int
@@ -51,6 +56,7 @@ class AttendPlan:
     splits: int  # of a row, at most
     num_warps: int  # of a block
     whole_batches: int = _WHOLE_BATCHES  # a warp's: rows of no more are not split
+    queries: int = 1
 
     @cached_property
     def heads(self) -> int:
@@ -67,7 +73,8 @@ class AttendPlan:
 
     @cached_property
     def grid(self) -> tuple[int, int, int]:
-        return self.Hkv * -(-self.H // self.Hkv // self.heads), self.B, self.splits
+        blocks = self.Hkv * -(-self.H // self.Hkv // self.heads)
+        return blocks, self.B * self.queries, self.splits
 
     @cached_property
     def smem_bytes(self) -> int:
@@ -77,12 +84,14 @@ class AttendPlan:
     @cached_property
     def num_parts(self) -> int:
         """float32 values that splits leave for each other."""
-        blocks = self.grid[0] * self.B * self.splits
-        return blocks * self.heads * (self.width + 2) if self.splits > 1 else 0
+        blocks, tokens, splits = self.grid
+        part = self.heads * (self.width + 2)
+        return blocks * tokens * splits * part if splits > 1 else 0
 
     @cached_property
     def num_tickets(self) -> int:
-        return self.grid[0] * self.B if self.splits > 1 else 0
+        blocks, tokens, splits = self.grid
+        return blocks * tokens if splits > 1 else 0
 
 
 def _heads_of_block(sharing: int) -> int:
@@ -104,8 +113,10 @@ def _side_by_side(D: int) -> int:
     return 4 if D <= 64 else 2 if D <= 128 else 1
 
 
-def plan_attend(B: int, H: int, Hkv: int, D: int, max_positions: int, num_sms: int) -> AttendPlan:
-    """The plan for B rows of up to `max_positions`.
+def plan_attend(
+    B: int, H: int, Hkv: int, D: int, max_positions: int, num_sms: int, queries: int = 1
+) -> AttendPlan:
+    """The plan for B rows of up to `max_positions`, with `queries` new tokens each.
 
     Splits that a row is too short for cost little, but not nothing: give graphs for short rows a
     plan of their own.
@@ -124,7 +135,7 @@ def plan_attend(B: int, H: int, Hkv: int, D: int, max_positions: int, num_sms: i
     if useful <= _WHOLE_BATCHES:
         useful = 1
     splits = max(1, min(max(at_once // blocks, by_length), useful, _MAX_SPLITS))
-    return AttendPlan(B, H, Hkv, D, splits, num_warps)
+    return AttendPlan(B, H, Hkv, D, splits, num_warps, queries=queries)
 
 
 @dataclass(frozen=True)
@@ -171,27 +182,87 @@ def attend(
     rotary: "Rotary",
     workspace: Workspace,
 ) -> Tensor:
-    """`[B, (H + 2 Hkv) D]` of the new tokens to `[B, H D]`; their k and v go into the cache.
+    """`[B Q, (H + 2 Hkv) D]` of the new tokens to `[B Q, H D]`; their k and v go into the cache.
 
-    `positions` int32 `[B]`; `tables` int32 `[B, W]`, rows may lie further apart; `rotary` as
-    `rotary_tables` has it. A row attends to what is cached below its position, and to itself.
+    A row's tokens lie together: `positions` int32 `[B Q]`, `tables` int32 `[B Q, W]`, a row's table
+    for each of its tokens; tables may lie further apart. `rotary` as `rotary_tables` has it. A
+    token attends to what is cached below its position, the row's other new tokens included, and to
+    itself. With Q > 1 a position below 0 is no token: nothing is stored for it, and nobody uses
+    what is returned for it.
     """
-    out = qkv.new_empty(plan.B, plan.H * plan.D)
+    if plan.queries > 1:
+        _store_keys(kernels, plan, layer, qkv, positions, tables, rotary)
+    out = qkv.new_empty(len(qkv), plan.H * plan.D)
     kernels.launch(
         plan.entry,
         plan.grid,
         32 * plan.num_warps,
         (
-            *(qkv, positions, tables, tables.stride(0), tables.shape[1]),
-            *(rotary.cos, rotary.sin, plan.D, rotary.turned // 2),
-            *(layer.q_norm, layer.k_norm, float(layer.eps), layer.keys, layer.values),
-            *(plan.Hkv, plan.H // plan.Hkv, layer.window or 0, plan.whole_batches),
-            *(float(layer.scale), float(layer.cap or 0), workspace.parts, workspace.tickets, out),
+            qkv,
+            positions,
+            tables,
+            tables.stride(0),
+            tables.shape[1],
+            rotary.cos,
+            rotary.sin,
+            plan.D,
+            rotary.turned // 2,
+            layer.q_norm,
+            layer.k_norm,
+            float(layer.eps),
+            layer.keys,
+            layer.values,
+            plan.Hkv,
+            plan.H // plan.Hkv,
+            layer.window or 0,
+            plan.whole_batches,
+            int(plan.queries > 1),
+            float(layer.scale),
+            float(layer.cap or 0),
+            workspace.parts,
+            workspace.tickets,
+            out,
         ),
         plan.smem_bytes,
         overlap=True,
     )
     return out
+
+
+def _store_keys(
+    kernels: KernelSet,
+    plan: AttendPlan,
+    layer: AttendLayer,
+    qkv: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    rotary: "Rotary",
+) -> None:
+    """k and v of all new tokens into the cache, before any of them is read."""
+    kernels.launch(
+        "store_keys",
+        (plan.Hkv, len(qkv)),
+        32,
+        (
+            qkv,
+            positions,
+            tables,
+            tables.stride(0),
+            rotary.cos,
+            rotary.sin,
+            plan.D,
+            rotary.turned // 2,
+            layer.k_norm,
+            float(layer.eps),
+            layer.keys,
+            layer.values,
+            plan.Hkv,
+            plan.H // plan.Hkv,
+            plan.width,
+        ),
+        20 * plan.width,
+        overlap=True,
+    )
 
 
 # ---- rotary ----

@@ -145,7 +145,7 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
         few.update(few_kernels(limits, end), few_dense_kernels(limits, end))
     if end:
         few.update(DENSE_E4M3_KERNELS if limits.hopper else ())
-    others = ["embed_norm", "rms_norm", "add_norm", "choose", attention]
+    others = ["embed_norm", "rms_norm", "add_norm", "choose", "store_keys", attention]
     if why_not_one_kernel(model) is None:
         sizes = step_sizes(model)
         others += [sizes.entry(form) for form in ("sparse", "dense")]
