@@ -177,7 +177,9 @@ def emulate(
 def cached(model: Model) -> list[tuple[Tensor, Tensor]]:
     """Of each layer, what lies in the cache for the new token."""
     page, slot = model.table[model.position // PAGE], model.position % PAGE
-    return [(one["keys"][page, :, slot], one["values"][page, :, slot]) for one in model.weights]
+    return [
+        (layer["keys"][page, :, slot], layer["values"][page, :, slot]) for layer in model.weights
+    ]
 
 
 def judge(model: Model) -> Done:

@@ -66,7 +66,9 @@ class Started:
         streams = [terminal] * 3 if terminal else ["/dev/null", *_pipes(folder)]
         self.pid = warm("begin", words, code, environment, streams)
         if not terminal:
-            self.stdout, self.stderr = (os.fdopen(os.open(p, os.O_RDONLY)) for p in streams[1:])
+            self.stdout, self.stderr = (
+                os.fdopen(os.open(path, os.O_RDONLY)) for path in streams[1:]
+            )
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)

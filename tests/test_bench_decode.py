@@ -91,7 +91,7 @@ def test_the_shape_of_a_config_is_measured(success, family, tmp_path):
     assert 0 <= point["forms"]["dense"]["shortfall"] < 0.1
 
 
-def test_a_model_that_does_not_fit_is_told_before_it_is_made(monkeypatch):
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
     """The engine may hold W_down a second time."""
     monkeypatch.setattr(module, "free_memory", lambda device: 5e9)
     said = r"Llama with 28 layers needs 8 GB, .* --layers \d or fewer"
@@ -115,7 +115,7 @@ def test_one_model_is_gone_before_the_next_is_made(monkeypatch):
     assert alive == [0, 0]
 
 
-def test_a_form_that_chooses_other_tokens_is_told(cli, both_forms, monkeypatch):
+def test_a_form_that_chooses_other_tokens_is_reported(cli, both_forms, monkeypatch):
     class Wrong(BothForms):
         def __init__(self, model, sparse: bool = True, gates: str = "whole"):
             super().__init__(model)
@@ -173,7 +173,7 @@ def test_an_export_is_measured_on_real_prompts(success, relu_llama, text_file, t
     assert out.splitlines()[-1].endswith(NO_GPU)
 
 
-def test_one_sequence_at_a_time_is_told(make_model, text_file, monkeypatch):
+def test_a_decoder_of_one_sequence_refuses_larger_batches(make_model, text_file, monkeypatch):
     monkeypatch.setattr(runs, "open_decoder", LoneDecoder)
     model = str(make_model("llama", hidden_act="relu"))
     settings = TINY | {"config": None, "model": model, "data": (str(text_file),)}
@@ -186,8 +186,6 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
     monkeypatch.setattr(HFDecoder, "prefill_chunk", 16)  # a prompt is read alone
     short = tmp_path / "short.txt"
     short.write_text("def f(): pass\n" * 4)
-    both = {"model": str(relu_llama), "data": (str(text_file),)}
-    many = {"batches": (64,), "densities": (0.3,)}
     for settings, sentence in [
         ({"model": str(relu_llama)}, "give --data FILE with it, or neither"),
         ({"batches": (0,)}, "batch must be >= 1 and <= 64, got 0"),
@@ -196,9 +194,15 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
         ({"new_tokens": 9}, "new-tokens must be >= 10, got 9"),
         ({"layers": 0}, "layers must be >= 1"),
         ({"new_tokens": 2500}, "must be at most 2048, the context, got 16 and 2500"),
-        (both, "config is for a random model: leave out MODEL and --data, or --config"),
+        (
+            {"model": str(relu_llama), "data": (str(text_file),)},
+            "config is for a random model: leave out MODEL and --data, or --config",
+        ),
         ({"densities": (0.0,)}, "density must be > 0"),
-        (many, "new-tokens must be more for 64 rows, of 15 steps all went together in 0"),
+        (
+            {"batches": (64,), "densities": (0.3,)},
+            "new-tokens must be more for 64 rows, of 15 steps all went together in 0",
+        ),
     ]:
         with pytest.raises(UsageError, match=sentence):
             bench_decode(DecodeSettings(**TINY | settings))

@@ -131,7 +131,7 @@ def test_bad_calls_are_refused(relu_llama, text_file, tmp_path):
         bench_model(ModelSettings(**real | texts | {"tokens": (2**19,)}))
 
 
-def test_json_goes_to_a_file_beside_the_tables(cli, success, tmp_path):
+def test_json_goes_to_a_file_and_tables_to_stdout(cli, success, tmp_path):
     file, other = tmp_path / "bench.json", tmp_path / "other.json"
     other.write_text('{"mine": 1}')
     words = ("bench", "model", "--config", TINY_CONFIG, "--tokens", "64", "--seq-len", "64")

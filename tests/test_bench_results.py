@@ -137,7 +137,7 @@ def test_twell_in_fp8_may_err_as_fp8_rounds():
 
 @pytest.mark.parametrize("name", ["error", "worst_row_error"])
 @pytest.mark.parametrize("value", [0.7, float("nan"), float("inf")])
-def test_wrong_results_are_told_and_never_break_the_json(name, value):
+def test_wrong_results_are_reported_and_never_break_the_json(name, value):
     right = point(100, dense_eager=3, twell=1)
     assert bench(right).wrong == []
     eager, twell = right.candidates

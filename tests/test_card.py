@@ -224,7 +224,7 @@ def test_an_evaluation_without_text_is_one(sparse, tmp_path):
     assert read_evaluation(judged, fingerprint(open_checkpoint(sparse)))["text"] is None
 
 
-def test_an_odd_name_can_be_copied_and_an_evaluation_tells_what_fires(silu_llama, tmp_path):
+def test_an_odd_name_can_be_copied_and_the_density_of_an_evaluation_is_shown(silu_llama, tmp_path):
     convert(silu_llama, tmp_path / "relu")
     judged = {"text": {"score": {"cross_entropy": 2.5}, "density": 0.25}}
     write_card(tmp_path / "relu", 'my "own"\nmodel', tmp_path, evaluation=judged)
@@ -261,7 +261,7 @@ def card_with(relu_llama, found: dict, folder) -> str:
     return (folder / "out" / "README.md").read_text(encoding="utf-8")
 
 
-def test_steps_are_told(relu_llama, tmp_path):
+def test_the_card_lists_measured_steps(relu_llama, tmp_path):
     points = point(1, 0.002, twell=0.001), point(16, 0.002, twell=0.0025)
     card = card_with(relu_llama, bench(relu_llama, *points), tmp_path)
     assert "weights in bf16" in card

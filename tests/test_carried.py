@@ -219,7 +219,7 @@ def test_an_id_of_the_hub_stays(source, tmp_path, monkeypatch):
     assert "[owner/name](https://huggingface.co/owner/name)" in card
 
 
-def test_a_path_that_an_older_folder_holds_stays_behind(relu_llama, tmp_path):
+def test_a_path_that_an_older_folder_holds_is_not_exported(relu_llama, tmp_path):
     folder = Path(shutil.copytree(relu_llama, tmp_path / "old"))
     with json_in(folder / "config.json") as config:
         config["twell"]["source"] = "/home/me/private/model"

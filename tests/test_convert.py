@@ -149,7 +149,7 @@ def test_a_hub_id_that_cannot_be_fetched(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_mistyped_folder_is_told_what_there_is(tmp_path, monkeypatch):
+def test_for_a_mistyped_folder_the_error_lists_what_is_there(tmp_path, monkeypatch):
     (tmp_path / "demo/silu").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: 1 / 0)

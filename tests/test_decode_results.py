@@ -136,7 +136,7 @@ def bench(*points: DecodePoint, device: str = "NVIDIA H200", without: str | None
     return DecodeBench({"device": device}, {}, 4e12, (model,))
 
 
-def test_the_sentence_tells_ratio_and_steps():
+def test_the_sentence_states_ratio_and_steps():
     points = [
         DecodePoint(1, (decode_form("dense", 0.001), decode_form("twell", 0.0007)), {}),
         DecodePoint(16, (decode_form("dense", 0.001), decode_form("twell", 0.00125)), {}),
@@ -161,7 +161,7 @@ def test_the_sentence_tells_ratio_and_steps():
 
 
 @pytest.mark.parametrize("shortfall", [0.3, float("nan")])
-def test_wrong_tokens_are_told_and_never_break_the_json(shortfall):
+def test_wrong_tokens_are_reported_and_never_break_the_json(shortfall):
     wrong = decode_form("twell", 0.1, shortfall=shortfall)
     point = DecodePoint(1, (decode_form("dense", 0.1), wrong), {})
     (words,) = bench(point).wrong

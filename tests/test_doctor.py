@@ -325,7 +325,7 @@ def with_evil(out):
         (lambda out: listed(out, "/etc/hostname"), "'/etc/hostname' would lie outside"),
     ],
 )
-def test_code_beside_the_bundle_is_named(exported, spoil, named):
+def test_code_next_to_the_bundle_is_named(exported, spoil, named):
     (exported.parent / "x").write_bytes(b"#")
     spoil(exported)
     (broken,) = doctor(exported).broken

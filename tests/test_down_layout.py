@@ -94,7 +94,7 @@ def test_moving_a_model_lays_it_down(load, monkeypatch):
     assert layouts(copy.deepcopy(model)) == {"by neurons"}
 
 
-def test_saved_files_do_not_tell(load, exported, as_if_on_a_gpu, tmp_path):
+def test_saved_files_have_the_layout_of_the_checkpoint(load, exported, as_if_on_a_gpu, tmp_path):
     model = load()
     assert layouts(model) == {"by neurons"}
     model.save_pretrained(tmp_path / "saved")
@@ -116,28 +116,29 @@ def test_a_state_dict_is_taken_and_given(load, as_if_on_a_gpu):
     assert torch.equal(logits(model), logits(wanted))
 
 
-def test_what_kernels_do_not_read_stays(load, as_if_on_a_gpu, monkeypatch):
+def test_an_export_without_kernels_stays_by_columns(load, as_if_on_a_gpu, monkeypatch):
     monkeypatch.setattr(twell_model, "kernel_sources", lambda bundle: "")
     assert layouts(load()) == {"by columns"}
-    monkeypatch.undo()
+
+
+def test_layers_that_kernels_do_not_replace_stay_by_columns(load, monkeypatch):
+    """One has a hook, which expects to run; one is of a class that may compute something else."""
     model = load()
     monkeypatch.setattr(twell_model, "_kernels_read", lambda *weight: True)
-    first, second = (ffn.down_proj for ffn in gated_ffns(model))
-    first.register_forward_hook(lambda *args: None)
+    hooked, of_other_class = (ffn.down_proj for ffn in gated_ffns(model))
+    hooked.register_forward_hook(lambda *args: None)
 
     class Other(nn.Linear):
         pass
 
-    second.__class__ = Other
+    of_other_class.__class__ = Other
     lay_weights(model)
     assert layouts(model) == {"by columns"}
 
 
-def test_what_lies_elsewhere_stays(load, monkeypatch):
+def test_weights_that_are_offloaded_stay_by_columns(load, monkeypatch):
     from accelerate import cpu_offload
 
-    meta = torch.empty(2, 3, dtype=torch.bfloat16, device="meta")
-    assert not twell_model._kernels_read(meta)
     model = load()
     wanted = logits(model)
     cpu_offload(model, torch.device("cpu"))
@@ -148,15 +149,18 @@ def test_what_lies_elsewhere_stays(load, monkeypatch):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_training_reads_float32_too_and_nothing_that_is_sharded(trained):
-    def is_read(dtype, **more):
-        weight = SimpleNamespace(is_cuda=True, dtype=dtype, **more)
+def test_which_weights_kernels_read(trained):
+    """Those on a GPU in bf16, in training in float32 too, and none that is sharded."""
+
+    def is_read(dtype, is_cuda=True, **more):
+        weight = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, **more)
         return twell_model._kernels_read(weight, trained)
 
     assert is_read(torch.bfloat16)
     assert is_read(torch.float32) == trained
     assert not is_read(torch.float16)
     assert not is_read(torch.bfloat16, device_mesh=None)
+    assert not is_read(torch.bfloat16, is_cuda=False)
 
 
 def test_a_twin_leaves_the_layout_of_its_model(relu_llama, as_if_on_a_gpu):

@@ -259,7 +259,7 @@ def test_permission_is_asked_for_above_48_kb_of_both_kinds_together(declaring, s
         assert permissions.given == [(99, 8, (227 << 10) - static)]
 
 
-def test_more_than_a_block_has_is_told_before_the_driver_does(declaring):
+def test_more_than_a_block_has_is_refused_before_the_driver_does(declaring):
     kernels, permissions = declaring(32)
     wanted = r"^k asks for 232449 bytes of shared memory, and a block has 232448 on this GPU$"
     with pytest.raises(KernelError, match=wanted):

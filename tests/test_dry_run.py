@@ -173,7 +173,7 @@ def test_a_step_of_parts_has_one_optimizer_step(relu_llama, text_file, monkeypat
     assert found.tokens_per_second == 8 * 32 / seconds
 
 
-def test_the_second_part_has_gradients_of_the_first_beside_it(relu_llama, text_file, monkeypatch):
+def test_the_second_part_of_a_step_keeps_gradients_of_the_first(relu_llama, text_file, monkeypatch):
     seen = []
 
     class Seen(module._Clock):

@@ -106,7 +106,7 @@ def test_what_a_screen_leaves_out_does_not_fire():
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan] if EVERY_CASE else [torch.inf])
-def test_beside_e4m3_what_is_not_finite_stays_so(value):
+def test_over_e4m3_what_is_not_finite_stays_so(value):
     model = Model(1536, 128, 12, 12, 392, 1, 3, fp8=True)
     model.weights[0]["values"][..., 5] = value  # of one column of each head, which o takes
     assert emulated.judge(model).logits.isnan().all()

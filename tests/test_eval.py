@@ -135,7 +135,9 @@ def test_tokens_that_the_model_does_not_have_are_refused(make_model, text_file):
         evaluate(small, text_file, windows=2, seq_len=16)
 
 
-def test_the_command_shows_and_writes(cli, relu_llama, silu_llama, text_file, tmp_path, no_answers):
+def test_the_command_shows_what_it_writes(
+    cli, relu_llama, silu_llama, text_file, tmp_path, no_answers
+):
     words = ["eval", relu_llama, "--reference", silu_llama, "--data", text_file]
     words += ["--windows=2", "--seq-len=16"]
     file = tmp_path / "eval.json"

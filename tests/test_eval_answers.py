@@ -313,7 +313,7 @@ def test_what_cannot_be_compared_is_refused(silu_llama, make_model, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["compare", "eval"])
-def test_the_chat_template_knows_what_it_is_told(cli, silu_llama, tmp_path, monkeypatch, command):
+def test_the_chat_template_receives_its_settings(cli, silu_llama, tmp_path, monkeypatch, command):
     shutil.copytree(silu_llama, tmp_path / "model")
     template = "{{ messages[0].content }}{% if thinks %} I think so:{% endif %}"
     (tmp_path / "model/chat_template.jinja").write_text(template)

@@ -48,7 +48,9 @@ def some_questions(count: int) -> list[ChoiceQuestion]:
     return made
 
 
-def test_answers_are_of_one_choice_at_a_time(relu_llama, stock, tokenizer, tmp_path, monkeypatch):
+def test_answers_are_those_of_one_choice_at_a_time(
+    relu_llama, stock, tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setattr("twellctl.evaluation.windows.BATCH_TOKENS", 150)
     questions = some_questions(25)
     rows = [{"query": q.query, "choices": list(q.choices), "gold": q.gold} for q in questions]

@@ -219,7 +219,7 @@ def test_gates_at_0_and_not_finite(end):
 
 
 @needs_emulator
-def test_numbers_of_any_size_beside_e4m3():
+def test_numbers_of_any_size_over_e4m3():
     """x and h become f16 times powers of two: tokens, quads of lanes and pairs differ by much."""
     problem = emulated.random_problem(3, 256, 264, -1.0, 1, E4M3_END)
     generator = torch.Generator().manual_seed(1)

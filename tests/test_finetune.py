@@ -305,7 +305,7 @@ def test_it_can_be_read_while_the_run_goes_on(relu_llama, text_file, tmp_path):
         ("tensorbord", "'tensorbord' is unknown: take one of azure_ml,"),
     ],
 )
-def test_a_tracker_that_is_not_there_is_told_first(refusal, tmp_path, name, said):
+def test_a_tracker_that_is_not_installed_is_refused_first(refusal, tmp_path, name, said):
     words = ["finetune", "no/such/model", tmp_path / "out", "--data=none.txt", "--report-to", name]
     for more in ([], ["--dry-run"]):
         assert said in refusal(*words, *more, code=2)

@@ -138,7 +138,7 @@ def test_a_run_whose_result_could_not_be_written_is_not_lost(
 
 
 @pytest.mark.parametrize("fails", ["killed", "stays"])
-def test_a_run_folder_that_is_half_removed_is_in_nobodys_way(
+def test_a_run_folder_that_is_half_removed_stops_no_later_run(
     relu_llama, text_file, tmp_path, monkeypatch, fails
 ):
     def removed(path):

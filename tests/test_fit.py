@@ -93,7 +93,9 @@ def test_stock_transformers_computes_what_was_measured(fitted, text_file, family
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_fit_of_bf16_holds_states_in_bf16(make_model, text_file, tmp_path, monkeypatch, family):
+def test_a_fit_of_bf16_weights_holds_states_in_bf16(
+    make_model, text_file, tmp_path, monkeypatch, family
+):
     """As near as stock transformers computes from the same weights in float32."""
     how = {"initializer_range": 0.2} | (FAMILIES[3][1] if family == "gemma2" else {})
     source, out = tmp_path / "bf16", tmp_path / "out"
@@ -235,7 +237,7 @@ def test_two_processes_fit_as_one_does(started, fitted, text_file, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["convert", "profile", "eval", "bench model", "bench decode"])
-def test_more_files_behind_data_as_a_shell_gives_them(
+def test_several_files_after_data_as_a_shell_expands_them(
     refusal, silu_llama, relu_llama, text_file, tmp_path, command
 ):
     made = (silu_llama, tmp_path / "out") if command == "convert" else (relu_llama,)
@@ -246,7 +248,7 @@ def test_more_files_behind_data_as_a_shell_gives_them(
     assert f"{text_file}: which flag is it for?" in refusal(*words, text_file, code=2)
 
 
-def test_more_files_behind_tasks(refusal, relu_llama, text_file, tmp_path):
+def test_several_files_after_tasks(refusal, relu_llama, text_file, tmp_path):
     tasks = jsonl(tmp_path / "tasks.jsonl", [{"prompt": "1 + 1 =", "answer": "2"}])
     words = ("eval", relu_llama, "--tasks", tasks, tmp_path / "no.jsonl")
     assert "no.jsonl cannot be read" in refusal(*words)
@@ -348,7 +350,9 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, 
         ("falcon_h1", {"mlp_multipliers": [2.0, 1.0]}, "compute more than down"),
     ],
 )
-def test_what_a_fit_leaves_out_is_refused(make_model, text_file, tmp_path, family, changes, why):
+def test_what_a_fit_would_leave_out_is_refused(
+    make_model, text_file, tmp_path, family, changes, why
+):
     source, how = make_model(family, **changes), QUICK | {"data": [str(text_file)]}
     for fit in (lambda: plan(source, **how), lambda: convert(source, tmp_path / "out", **how)):
         with pytest.raises(TwellError, match=rf"ForCausalLM\) .*{why}.* cannot be fitted: take an"):
@@ -413,7 +417,9 @@ def test_an_export_says_if_a_map_is_lost(fitted, tmp_path, family, name):
     assert said.startswith("beware: the last 16 neurons no longer share one gate in 1 of 2 layers")
 
 
-def test_a_gpu_without_room_is_told_what_has_room(make_model, text_file, tmp_path, monkeypatch):
+def test_a_gpu_without_room_is_refused_with_what_has_room(
+    make_model, text_file, tmp_path, monkeypatch
+):
     monkeypatch.setattr(plans, "default_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(plans, "gpu_memory", lambda device: (24 << 30, 24 << 30))
     large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936, state_bytes=4)

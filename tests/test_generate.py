@@ -96,7 +96,7 @@ def test_the_context_bounds_the_text(relu_llama, tokenizer):
         generate(relu_llama, prompt + " x" * 50, chat=False)
 
 
-def test_the_command_streams_and_tells(success, relu_llama, stock, tokenizer):
+def test_the_command_streams_and_shows_its_figures(success, relu_llama, stock, tokenizer):
     out, err = success("generate", relu_llama, PROMPT, "--no-chat", "--max-tokens", "8")
     ids = tokenizer.encode(PROMPT)
     known = stock.tokens(ids, 8)
@@ -111,7 +111,7 @@ def test_the_command_streams_and_tells(success, relu_llama, stock, tokenizer):
     assert 0 < float(found[4]) < 100
 
 
-def test_an_answer_that_ends_at_once_is_told(cli, relu_llama, stock, tokenizer, tmp_path):
+def test_an_answer_without_a_word_is_reported(cli, relu_llama, stock, tokenizer, tmp_path):
     [first] = stock.tokens(tokenizer.encode(PROMPT), 1)
     model = shutil.copytree(relu_llama, tmp_path / "model")
     for file in ("config.json", "generation_config.json"):
@@ -165,7 +165,7 @@ def test_a_silu_model_runs_densely_and_says_so(cli, silu_llama, tokenizer):
     assert out.strip()
 
 
-def test_no_template_is_told_if_chat_is_asked_for(relu_llama, monkeypatch):
+def test_chat_without_a_template_is_refused(relu_llama, monkeypatch):
     def bare(checkpoint, *more):
         tokenizer = load_tokenizer(checkpoint, *more)
         tokenizer.chat_template = None
@@ -215,7 +215,9 @@ def test_ctrl_c_ends_cleanly(started, relu_llama):
     assert last == "error: interrupted"
 
 
-@pytest.mark.parametrize(("ended", "written"), [(False, "print"), (True, "print\ufffd")])
+@pytest.mark.parametrize(
+    ("ended", "written"), [(False, "print"), (True, "print\N{REPLACEMENT CHARACTER}")]
+)
 def test_a_character_that_the_limit_cuts_is_left_out(tokenizer, ended, written):
     tokens = [*tokenizer.encode("print"), tokenizer.encode("é")[0], *([0] if ended else [])]
     scheduler = SimpleNamespace(
@@ -255,7 +257,7 @@ def answer(loaded, *turns: str) -> str:
     return loaded.generate(spoken, max_tokens=8).text()
 
 
-def test_what_was_said_goes_along(loaded, say):
+def test_earlier_turns_are_part_of_the_prompt(loaded, say):
     one = answer(loaded, "", "Why?")
     two = answer(loaded, "", "Why?", one, "And then?")
     brief = answer(loaded, "Be brief.", "Why?")
@@ -270,7 +272,7 @@ def test_what_was_said_goes_along(loaded, say):
     assert say("/bin/ls?")[1]  # a path is none
 
 
-def test_an_answer_that_is_stopped_was_said(loaded):
+def test_an_answer_that_is_stopped_stays_in_the_chat(loaded):
     chat = Chat(loaded, max_tokens=30, temperature=2.0, seed=1)
     whole = [piece for piece in chat.ask("Why?")]
     chat.begin()

@@ -80,7 +80,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("changes", "said"), SIZES)
-def test_configs_that_their_weights_belie(silu_llama, relu_llama, tmp_path, changes, said):
+def test_configs_that_their_weights_contradict(silu_llama, relu_llama, tmp_path, changes, said):
     for model, command in ((silu_llama, convert), (relu_llama, export)):
         folder = spoilt(model, tmp_path / command.__name__, changes)
         with pytest.raises(TwellError) as refused:
@@ -109,7 +109,7 @@ def test_a_head_that_is_not_there(make_model, tmp_path):
     ],
     ids=str,
 )
-def test_configs_of_which_transformers_makes_nothing(relu_llama, tmp_path, changes):
+def test_configs_that_transformers_cannot_build(relu_llama, tmp_path, changes):
     folder = spoilt(relu_llama, tmp_path / "model", changes)
     said = "transformers makes no model of its config.json and weights"
     for make in (lambda: export(folder, tmp_path / "out"), lambda: load(folder)):
@@ -181,7 +181,7 @@ def test_rows(relu_llama, tmp_path, refusal, line, said):
     assert len(told) < 1000
 
 
-def test_a_file_of_other_columns_is_told_by_the_first_of_them(relu_llama, tmp_path, cli):
+def test_a_file_of_many_other_columns_is_refused_with_the_first_of_them(relu_llama, tmp_path, cli):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"{" + b",".join(b'"%0999d": 1' % i for i in range(500)) + b"}")
     _, _, err = cli("profile", relu_llama, "--data", path)
@@ -226,7 +226,9 @@ def test_a_config_may_ask_for_tuples(relu_llama, text_file, tmp_path, cli):
         ("generation_config.json", {"eos_token_id": {}}, "eos_token_id must be a token or a list"),
     ],
 )
-def test_odd_side_files_are_one_line(relu_llama, tmp_path, cli, file, changes, sentence):
+def test_side_files_of_the_wrong_kind_are_refused_in_one_line(
+    relu_llama, tmp_path, cli, file, changes, sentence
+):
     model = tmp_path / "model"
     shutil.copytree(relu_llama, model)
     with json_in(model / file) as content:

@@ -42,7 +42,7 @@ def run_with(monkeypatch, capfd, command) -> tuple[int, list[str]]:
     return stop.value.code, capfd.readouterr().err.splitlines()
 
 
-def test_an_error_made_of_it_is_told_as_what_it_is(heeded, monkeypatch, capfd):
+def test_an_error_that_a_library_makes_of_ctrl_c_is_reported_as_ctrl_c(heeded, monkeypatch, capfd):
     """Libraries turn it into their own: torch's C code looks for a length, and finds none."""
 
     def command():
@@ -151,7 +151,7 @@ LOCKED += "mutex = ctypes.create_string_buffer(64); lock(mutex); lock(mutex)"
     ],
     ids=["it goes on", "it stands still", "it hears nothing"],
 )
-def test_who_is_told(waiting, said, code):
+def test_a_process_that_cannot_answer_sigterm_is_ended(waiting, said, code):
     run = RUN.replace("WAIT", waiting)
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=30)
     assert (done.stdout.split(), done.returncode) == (said, code), done.stderr

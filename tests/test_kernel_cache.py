@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_written_costs_time_only(compiler, tmp_path):
     assert len(compiler.compiled) == 2
 
 
-def test_nothing_is_left_beside_the_cubins(compiler, tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_nothing_in_the_cache(compiler, tmp_path, monkeypatch):
     def full(*args):
         raise OSError("no space left on device")
 
@@ -173,7 +173,7 @@ def test_a_user_without_a_home_keeps_nothing(compiler, monkeypatch):
 
 
 @pytest.mark.parametrize(("cuda", "major"), [("12.8", "12"), ("13.0", "13"), (None, "13")])
-def test_what_to_install_is_told(monkeypatch, cuda, major):
+def test_the_error_names_what_to_install(monkeypatch, cuda, major):
     monkeypatch.setattr(twell_nvrtc.torch.version, "cuda", cuda)
     monkeypatch.setattr(twell_nvrtc, "find_nvrtc", lambda: None)
     advice = re.escape(f"pip install {twell_nvrtc.PACKAGES[major]}")

@@ -78,7 +78,9 @@ def static_in_log(log: str) -> dict[str, int]:
     """Bytes of shared memory that each kernel declares, as ptxas says."""
     _, *parts = re.split(r"Compiling entry function '(\w+)'", log)
     said = (re.search(r"(\d+) bytes smem", part) for part in parts[1::2])
-    return {e: int(found[1]) if found else 0 for e, found in zip(parts[::2], said, strict=True)}
+    return {
+        entry: int(found[1]) if found else 0 for entry, found in zip(parts[::2], said, strict=True)
+    }
 
 
 def test_what_is_no_cubin_is_refused():
@@ -116,7 +118,7 @@ def test_a_changed_number_compiles_anew_what_uses_it(monkeypatch):
     ]
 
 
-def test_the_first_error_is_told():
+def test_the_first_error_of_the_compiler_is_reported():
     sources = {"broken.cu": b"\nvoid f() { g(); }"}
     found = [nvrtc(major) for major in (12, 13)]
     for library in found:

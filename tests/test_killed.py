@@ -51,7 +51,7 @@ def results(run, sources, text_file, tmp_path_factory):
     def made(job):
         outs = [tmp_path_factory.mktemp(job) / name for name in ("first", "second")]
         ends = [
-            run(job, *of, False) for of in zip(sources[job], [text_file] * 2, outs, strict=True)
+            run(job, *how, False) for how in zip(sources[job], [text_file] * 2, outs, strict=True)
         ]
         assert [code for code, _ in ends] == [0, 0]
         return *outs, ends[1][1]

@@ -103,7 +103,7 @@ def test_an_answer_never_holds_a_bare_nan(tokenizer):
     assert (status, body["error"]["code"]) == (500, "internal_error")
 
 
-def test_a_row_without_numbers_tells_of_no_token():
+def test_a_row_without_numbers_has_no_token():
     record = Record((4,), 8)
     logits = torch.zeros(3, 8)
     logits[0, 5], logits[1, 3], logits[2, 6] = 1.0, float("nan"), float("inf")

@@ -79,7 +79,7 @@ def built(tmp_path_factory) -> Path:
     return copy / "dist"
 
 
-def test_the_wheel_holds_everything_and_nothing_beside_the_package(built):
+def test_the_wheel_holds_everything_and_nothing_but_the_package(built):
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     found = set().union(*(sources(folder, DATA[folder]) for folder in DATA))

@@ -39,7 +39,9 @@ def gates_of(folder, ids) -> list[torch.Tensor]:
 
 
 def windows_of(text_file, tokenizer, count, seq_len):
-    ids = [i for p in token_stream(read_texts([str(text_file)], "text"), tokenizer) for i in p]
+    ids = [
+        i for part in token_stream(read_texts([str(text_file)], "text"), tokenizer) for i in part
+    ]
     starts = torch.linspace(0, len(ids) - seq_len, count).long().tolist()
     return torch.tensor([ids[start : start + seq_len] for start in starts])
 
@@ -90,7 +92,8 @@ def kinds_of_text(tmp_path, text_file) -> dict[str, list]:
 def test_parts_are_those_counted_by_hand(
     make_model, tmp_path, tokenizer, kinds_of_text, family, monkeypatch
 ):
-    monkeypatch.setattr("twellctl.evaluation.windows.BATCH_TOKENS", 7 * 48)  # 20: 7, 7, 6
+    # 20 windows: 7, 7, 6
+    monkeypatch.setattr("twellctl.evaluation.windows.BATCH_TOKENS", 7 * 48)
     convert(make_model(family, seed=3, intermediate_size=300), tmp_path / "model")
     code, more_code = kinds_of_text["code"]
     (notes,), (chat,) = kinds_of_text["notes"], kinds_of_text["chat"]

@@ -128,7 +128,7 @@ def test_biases_are_drawn_and_gates_know_of_theirs(tmp_path):
     assert [layer.density for layer in measured] == pytest.approx([0.05] * 3, rel=0.05)
 
 
-def test_what_does_not_fit_is_told_with_the_layers_that_do(monkeypatch):
+def test_what_does_not_fit_is_refused_with_the_layers_that_do(monkeypatch):
     monkeypatch.setattr(module, "WORKSPACE", 1000)
     config = {"num_hidden_layers": 10, "hidden_size": 10, "intermediate_size": 30}
     shape = Shape("big", config, layer_weights=1000, other_weights=500)

@@ -70,7 +70,7 @@ def test_kinds(write):
     assert resolve_recipe(write("data: a.txt")).data == ["a.txt"]
 
 
-def test_density_as_it_was_said_before(write):
+def test_target_sparsity_of_older_recipes_is_read_as_density(write):
     assert resolve_recipe(write("target-sparsity: 0.97")).density == 0.03
     assert resolve_recipe(None, {"target_sparsity": 0.9}).density == 0.1
     text = refusal(UsageError, None, target_sparsity=2)

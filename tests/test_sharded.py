@@ -82,7 +82,9 @@ def test_muon_by_owners_is_muon(processes, count, at_once):
 
 
 @pytest.mark.parametrize(("count", "tied"), [(2, False), (3, True)] if EVERY_CASE else [(3, True)])
-def test_a_sharded_run_is_that_of_one(processes, sources, alone, text_file, tmp_path, count, tied):
+def test_a_sharded_run_is_that_of_one_process(
+    processes, sources, alone, text_file, tmp_path, count, tied
+):
     out, wanted = tmp_path / "out", alone[tied]
     changes = settings(text_file, gradient_checkpointing=tied)
     ends = processes("run", count, str(sources[tied]), str(out), changes, {"file_bytes": 20_000})
@@ -200,7 +202,9 @@ def test_several_processes_measure_together(processes, sources, text_file):
     assert found == [[2, True, num_trained, True]] * 2
 
 
-def test_a_dry_run_refuses_processes_that_differ(processes, sources, text_file, tmp_path):
+def test_a_dry_run_refuses_processes_with_other_settings_or_text(
+    processes, sources, text_file, tmp_path
+):
     changes = {"text_file": str(text_file), "shard": "always"}
     longer = tmp_path / text_file.name
     longer.write_text(text_file.read_text() + "more\n")

@@ -52,7 +52,7 @@ def test_texts_that_never_come_are_noticed(silu_llama, tmp_path, monkeypatch, sm
         write(silu_llama, tmp_path / "own.jsonl", **small | {"tokens": 10**6})
 
 
-def test_nothing_is_written_behind_a_token_that_is_no_text(
+def test_a_text_ends_before_a_token_that_is_no_text(
     silu_llama, tokenizer, tmp_path, monkeypatch, small
 ):
     """Some such end no text by the model's configs; what follows would be dropped, and counted."""
@@ -100,7 +100,7 @@ def test_rows_are_full_and_no_more_are_begun_than_wanted(silu_llama, tmp_path, m
     assert one.texts == 1
 
 
-def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, success, tmp_path, small):
+def test_what_is_there_is_not_replaced_without_overwrite(silu_llama, cli, success, tmp_path, small):
     out = tmp_path / "own.jsonl"
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in small.items()]
     for mine in ('{"text": "mine"}\n', "mine\n", "[1]\n", "\xff\n"):
@@ -118,7 +118,9 @@ def test_what_is_there_is_not_replaced_unasked(silu_llama, cli, success, tmp_pat
     assert said.endswith(f"next: twellctl convert {silu_llama} RELU --data {out}\n")
 
 
-def test_what_fails_at_once_leaves_what_was_there(silu_llama, tmp_path, monkeypatch, small):
+def test_what_fails_before_the_first_chat_leaves_what_was_there(
+    silu_llama, tmp_path, monkeypatch, small
+):
     def fail(*_):
         raise torch.OutOfMemoryError("of 3 GiB")
 
@@ -143,7 +145,7 @@ def test_ctrl_c_leaves_whole_lines_and_says_how_many(silu_llama, tmp_path, monke
     assert said[0].startswith(f"{out} holds {counted(len(chats(out)), 'text')}, ")
 
 
-def test_a_full_disk_is_told_by_the_file_which_holds_whole_lines(silu_llama, tmp_path, small):
+def test_on_a_full_disk_the_file_is_named_and_holds_whole_lines(silu_llama, tmp_path, small):
     out, before = tmp_path / "own.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (900, before[1]))
     try:
@@ -169,7 +171,7 @@ def test_what_appears_at_out_meanwhile_is_not_lost(silu_llama, tmp_path, kind, s
     assert out.read_text() == precious.read_text() == "precious"
 
 
-def test_texts_fit_into_a_short_context_if_not_told(silu_llama, tmp_path, small):
+def test_texts_fit_into_a_short_context_by_default(silu_llama, tmp_path, small):
     out = tmp_path / "own.jsonl"
     how = small | {"max_tokens": None, "tokens": 300}
     assert write(silu_llama, out, **how).tokens >= 300  # of a context of 256
@@ -262,7 +264,7 @@ def test_prompts_are_answered_as_generate_does(silu_llama, tokenizer, tmp_path):
     assert len(list(read_texts([str(out)], "text", tokenizer))) == len(ASKED)
 
 
-def test_the_chat_template_knows_what_it_is_told(cli, silu_llama, tmp_path):
+def test_the_chat_template_receives_its_settings(cli, silu_llama, tmp_path):
     model, out = tmp_path / "model", tmp_path / "own.jsonl"
     shutil.copytree(silu_llama, model)
     template = "{{ messages[0].content }}{% if thinks %} I think so:{% endif %}"
@@ -315,7 +317,7 @@ def test_a_sparse_model_answers(relu_llama, tmp_path, monkeypatch):
         (None, "p.jsonl holds no prompt"),
     ],
 )
-def test_prompts_without_text_are_told_by_their_line(silu_llama, tmp_path, row, said):
+def test_prompts_without_text_are_refused_with_their_line(silu_llama, tmp_path, row, said):
     path = tmp_path / "p.jsonl"
     path.write_text("" if row is None else json.dumps({"prompt": "a"}) + "\n" + json.dumps(row))
     with pytest.raises(TwellError, match=said):

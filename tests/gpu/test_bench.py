@@ -67,7 +67,9 @@ def test_a_model_is_measured_eager_and_compiled(cli, has_kernels, monkeypatch, t
     assert " as fast as dense FP8" in found["sentences"][0]
 
 
-def test_a_model_in_fp8_is_measured_beside_both(cli, has_kernels, monkeypatch, tmp_path):
+def test_a_model_in_fp8_is_compared_with_dense_bf16_and_fp8(
+    cli, has_kernels, monkeypatch, tmp_path
+):
     monkeypatch.setattr(bench_model_module, "COUNTED_TOKENS", 4096)
     words = ("--tokens", "256", "--seq-len", "256", "--density", "0.02", "--quantize", "fp8")
     words += ("--config", write_config(tmp_path, **SIZES), "--rounds", "2", "--json", "-")

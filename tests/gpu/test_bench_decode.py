@@ -72,7 +72,7 @@ def test_a_model_in_fp8_in_all_forms(cli, tmp_path):
     assert "this model in FP8 (random, 2 layers, " in found["sentences"][0]
 
 
-def test_a_model_that_does_not_fit_is_told(cli):
+def test_a_model_that_does_not_fit_is_refused(cli):
     code, _, err = cli("bench", "decode", "--layers", "2000")
     assert code == 1
     assert "random Llama with 2000 layers needs " in err[-1]

@@ -20,7 +20,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("steps", [0, 30])
-def test_two_runs_and_one_that_was_killed_give_same_bits(make_model, text_file, tmp_path, steps):
+def test_two_runs_and_one_that_was_killed_give_the_same_bits(
+    make_model, text_file, tmp_path, steps
+):
     source = make_model("llama", initializer_range=0.1, **SIZES)
     how = HOW | {"data": [str(text_file)], "steps": steps, "step_tokens": 512}
 

@@ -348,7 +348,7 @@ def test_all_forms_of_a_step_one_by_one(family, M):
         assert torch.equal(counts, found[name][1])
 
 
-def test_what_is_told_of_a_token():
+def test_logprobs_and_densities_of_tokens():
     model = make("llama")
     prompts = [torch.randint(1, 1000, (length,)).tolist() for length in LENGTHS]
     scheduler = open_scheduler(

@@ -76,7 +76,9 @@ def test_rounds_are_the_same_in_every_run(kernels):
     counts, entries = make_case("usual", shape, 0)
     packed = on_device(counts), on_device(entries)
     least = shape.least_shared_bytes()
-    first, *others = (launch_plan(kernels, shape, *packed, least + by) for by in (0, 2000, 9000))
+    first, *others = (
+        launch_plan(kernels, shape, *packed, least + stage) for stage in (0, 2000, 9000)
+    )
     check_lists(shape, counts, entries, first)
     written = np.arange(shape.group_rounds) < first["num_rounds"][:, None]
     for lists in others:

@@ -36,7 +36,9 @@ def random_bf16(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np
 @pytest.mark.parametrize(("kind", "shape", "K"), CASES, ids=str)
 @pytest.mark.parametrize(("slabs_per_range", "neuron_ranges"), [(99, 1), (2, 1), (1, 4)])
 @pytest.mark.parametrize("slabs", [1, 2])
-def test_up_gives_partial_products(kernels, kind, shape, K, slabs_per_range, neuron_ranges, slabs):
+def test_up_gives_partial_dot_products(
+    kernels, kind, shape, K, slabs_per_range, neuron_ranges, slabs
+):
     if slabs * shape.tile_tokens * 128 > device_limits(0).smem_bytes:
         pytest.skip("too large a tile for this device's shared memory")
     rng = np.random.default_rng(1)

@@ -123,7 +123,7 @@ def test_an_unknown_url_names_the_list(logged):
 @pytest.mark.parametrize(
     ("flags", "log"), [([], screen.log), (["--no-access-log"], None)], ids=["default", "off"]
 )
-def test_the_command_logs_unless_it_is_told_not_to(cli, monkeypatch, flags, log):
+def test_the_command_logs_unless_a_flag_forbids_it(cli, monkeypatch, flags, log):
     seen = {}
     monkeypatch.setattr(serve_local, "serve_local", lambda model, **given: seen.update(given))
     monkeypatch.setattr(use, "end", lambda: None)

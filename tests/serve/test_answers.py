@@ -24,7 +24,9 @@ from twellctl.models.loading import load_model
 from twellctl.serving.completion import together
 
 
-def test_engine_takes_ends_but_no_habits_from_generation_config(relu_llama, reference, tokenizer):
+def test_engine_takes_end_tokens_but_no_habits_from_generation_config(
+    relu_llama, reference, tokenizer
+):
     expected = reference(tokenizer.encode(PROMPT), 20)
     model = load_model(open_checkpoint(relu_llama))
     model.generation_config.repetition_penalty = 5.0
@@ -54,8 +56,9 @@ def test_greedy_completion_is_the_text_of_generate(client, reference, tokenizer)
 
 
 def test_greedy_chat_is_the_text_of_generate(client, reference, tokenizer):
-    how = {"add_generation_prompt": True, "return_dict": True}
-    prompt = tokenizer.apply_chat_template(MESSAGES, **how).input_ids
+    prompt = tokenizer.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, return_dict=True
+    ).input_ids
     answer = chat(client)
     text = tokenizer.decode(reference(prompt, 24), skip_special_tokens=True).rstrip(UNDECODED)
     assert text

@@ -31,9 +31,14 @@ def words(client, **changes) -> str:
 def test_penalties_and_biases_reach_the_engine(scripted):
     engine, server = scripted()
     extra = {"min_p": 0.1, "repetition_penalty": 1.3}
-    how = {"frequency_penalty": -0.5, "presence_penalty": 1, "logit_bias": {"5": -100, "7": 2}}
     with server as client:
-        complete(client, **how, extra_body=extra)
+        complete(
+            client,
+            frequency_penalty=-0.5,
+            presence_penalty=1,
+            logit_bias={"5": -100, "7": 2},
+            extra_body=extra,
+        )
     (got,) = engine.samplings
     assert (got.min_p, got.repetition_penalty) == (0.1, 1.3)
     assert (got.frequency_penalty, got.presence_penalty) == (-0.5, 1)

@@ -81,7 +81,7 @@ def test_without_the_library_or_with_an_old_one_it_is_refused(client, monkeypatc
         chat(client, response_format=FORM)
 
 
-def test_others_beside_a_guided_text_write_what_they_write_alone(relu_llama, tokenizer):
+def test_texts_in_a_batch_with_guided_ones_are_unchanged(relu_llama, tokenizer):
     """Guided ones are evicted and come again too: there is room for little."""
     model = load_model(open_checkpoint(relu_llama))
     prompts = [tokenizer.encode(text) for text in ("x = [1, 2, 3]\n", "def f(", "import ")]

@@ -244,7 +244,7 @@ def test_an_engine_that_only_fails_is_not_healthy(tokenizer):
         assert json.loads(get(client, "/health").body) == {"status": "failing"}
 
 
-def test_stopping_waits_no_longer_than_told(tokenizer):
+def test_stopping_waits_no_longer_than_drain_allows(tokenizer):
     engine = Scripted([5] * 200, delay=0.05)
     with serving(tokenizer, engine, drain=0.3) as client:
         events = iter(complete(client, max_tokens=200, stream=True))

@@ -265,7 +265,7 @@ def test_markup_stays_text(open_page, tokenizer):
             assert caught == "TypeError", slip
 
 
-def test_a_wrong_key_is_told_and_a_right_one_helps(open_page, tokenizer):
+def test_a_wrong_key_is_reported_and_a_right_one_helps(open_page, tokenizer):
     access = Access("geheim")
     with open_page(speaking(tokenizer), access=access, api_key="geheim") as page:
         page.until(lambda: "A key is needed" in page["error"].text)

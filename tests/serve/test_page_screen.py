@@ -16,7 +16,7 @@ class Uneven(Scripted):
         return (0.9, 0.005, 0.03)
 
 
-def test_three_per_cent_are_seen_beside_a_layer_that_is_nearly_full(open_page, tokenizer):
+def test_three_per_cent_are_visible_next_to_a_layer_that_is_nearly_full(open_page, tokenizer):
     with open_page(Uneven([*tokenizer.encode("Yes, they are."), 0])) as page:
         page.ask("Are they seen?")
         full, little, some = page.until(page.bars)
@@ -29,7 +29,7 @@ def test_three_per_cent_are_seen_beside_a_layer_that_is_nearly_full(open_page, t
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_strip_tells_little_from_some_and_much(open_page, tokenizer, scheme):
+def test_the_strip_distinguishes_little_some_and_much(open_page, tokenizer, scheme):
     with (
         open_page(Uneven([*tokenizer.encode("Yes, they are."), 0])) as page,
         page.seen_on(1280, 800, scheme),

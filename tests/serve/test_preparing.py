@@ -120,7 +120,7 @@ def test_prompts_that_are_made_ready_count_as_waiting():
     asyncio.run(ask())
 
 
-def test_health_tells_that_no_prompt_gets_through(tokenizer, monkeypatch):
+def test_health_reports_that_no_prompt_gets_through(tokenizer, monkeypatch):
     monkeypatch.setattr(preparing, "STUCK_SECONDS", 0.2)
     goes_on = threading.Event()
     with reading(tokenizer, lambda text: goes_on.wait(20)) as client:

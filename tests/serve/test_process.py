@@ -245,7 +245,9 @@ ENDLESS = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "x
 ENDLESS += "{% endfor %}" * 4
 
 
-def test_a_template_without_an_end_keeps_no_server_from_ending(started, relu_llama, tmp_path):
+def test_a_template_without_an_end_does_not_keep_a_server_from_ending(
+    started, relu_llama, tmp_path
+):
     folder = shutil.copytree(relu_llama, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(ENDLESS)
     process = started("serve-local", folder, "--port=0")

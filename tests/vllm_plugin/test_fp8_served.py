@@ -84,7 +84,7 @@ def stock_ffn():
     return stock
 
 
-def test_weights_that_lie_otherwise_are_not_read():
+def test_weights_in_another_layout_are_not_read():
     """Packed for a kernel of vLLM's, of another dtype, or with a scale a tensor."""
     import torch
 

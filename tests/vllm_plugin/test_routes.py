@@ -148,7 +148,7 @@ def test_it_measures_what_fires_as_profiled(monkeypatch):
     assert fired == pytest.approx(0.03, rel=0.2)
 
 
-def test_layers_of_which_nearly_as_many_neurons_fire_are_measured_once(monkeypatch):
+def test_layers_of_similar_density_are_measured_once(monkeypatch):
     ran = []
     monkeypatch.setattr(routes, "_run", lambda layer, *args: ran.append(layer))
     monkeypatch.setenv("TWELL_ROUTE", "twell")

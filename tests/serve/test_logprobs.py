@@ -1,4 +1,4 @@
-"""serve-local: what it tells of each token, log-probabilities and densities, whole and streamed."""
+"""serve-local: log-probabilities and densities of each token, whole and streamed."""
 
 import math
 
@@ -37,7 +37,7 @@ def whole_chat(client, **options):
     return chat(client, max_tokens=100, logprobs=True, **options).choices[0].logprobs.content
 
 
-def test_chat_tells_every_token(spoken, tokenizer):
+def test_chat_returns_every_token(spoken, tokenizer):
     engine, client = spoken
     content = whole_chat(client, top_logprobs=3)
     assert engine.samplings[-1].top_logprobs == 3
@@ -52,7 +52,7 @@ def test_chat_tells_every_token(spoken, tokenizer):
             assert (best[1].token, bytes(best[1].bytes).decode()) == (other, other)
 
 
-def test_parts_of_a_character_are_told_as_bytes(spoken, tokenizer):
+def test_parts_of_a_character_are_returned_as_bytes(spoken, tokenizer):
     _, client = spoken
     content = whole_chat(client)
     parts = [entry for entry in content if entry.token.startswith("\\x")]
@@ -65,7 +65,7 @@ def test_parts_of_a_character_are_told_as_bytes(spoken, tokenizer):
         assert name == (f"bytes:{entry.token}" if entry in parts else entry.token)
 
 
-def test_completion_tells_every_token(spoken):
+def test_completion_returns_every_token(spoken):
     engine, client = spoken
     told = complete(client, max_tokens=100, logprobs=2).choices[0].logprobs
     assert engine.samplings[-1].top_logprobs == 2
@@ -81,7 +81,7 @@ def test_completion_tells_every_token(spoken):
     assert sorted(told.text_offset) == told.text_offset
 
 
-def test_logprobs_0_tells_the_chosen_alone(spoken):
+def test_logprobs_0_returns_the_chosen_token_alone(spoken):
     _, client = spoken
     told = complete(client, max_tokens=100, logprobs=0).choices[0].logprobs
     pairs = zip(told.tokens, told.token_logprobs, strict=True)
@@ -89,7 +89,7 @@ def test_logprobs_0_tells_the_chosen_alone(spoken):
 
 
 @pytest.mark.parametrize("stop", [None, "日本", "in [é"])
-def test_streamed_chat_tells_the_same(spoken, stop):
+def test_streamed_chat_returns_the_same(spoken, stop):
     _, client = spoken
     whole = chat(client, max_tokens=100, logprobs=True, top_logprobs=2, stop=stop).choices[0]
     text, content = "", []
@@ -107,7 +107,7 @@ def test_streamed_chat_tells_the_same(spoken, stop):
 
 
 @pytest.mark.parametrize("stop", [None, "日本", "in [é"])
-def test_streamed_completion_tells_the_same(spoken, stop):
+def test_streamed_completion_returns_the_same(spoken, stop):
     _, client = spoken
     options = {"max_tokens": 100, "logprobs": 3, "stop": stop}
     whole = complete(client, **options).choices[0]
@@ -124,7 +124,7 @@ def test_streamed_completion_tells_the_same(spoken, stop):
     assert all(offset < len(text) for offset in told["text_offset"])
 
 
-def test_nothing_is_told_unasked(spoken):
+def test_no_logprobs_or_densities_without_a_request(spoken):
     engine, client = spoken
     assert chat(client).choices[0].logprobs is None
     assert all(not c.choices[0].logprobs for c in complete(client, stream=True))
@@ -132,7 +132,7 @@ def test_nothing_is_told_unasked(spoken):
     assert not any(sampling.densities for sampling in engine.samplings)
 
 
-def test_a_budget_that_cuts_a_character_tells_its_part(tokenizer):
+def test_a_budget_that_cuts_a_character_returns_its_part(tokenizer):
     tokens = [*tokenizer.encode("x"), tokenizer.encode("é")[0]]
     with serving(tokenizer, Scripted(tokens)) as client:
         told = complete(client, max_tokens=2, logprobs=0).choices[0]
@@ -253,7 +253,7 @@ def test_an_echoed_prompt_is_scored(client, relu_llama, tokenizer, max_tokens):
     assert "".join(chunk.choices[0].text for chunk in streamed) == one.text
 
 
-def test_chat_tells_twenty_alternatives(client):
+def test_chat_returns_twenty_alternatives(client):
     content = chat(client, logprobs=True, top_logprobs=20).choices[0].logprobs.content
     for entry in content:
         values = [other.logprob for other in entry.top_logprobs]

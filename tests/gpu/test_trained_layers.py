@@ -1,4 +1,4 @@
-"""Layers that go over the kernels while they are trained, on a GPU."""
+"""FFNs that use the training kernels once few enough of their neurons fire, on a GPU."""
 
 import functools
 
@@ -30,7 +30,7 @@ def launched(monkeypatch) -> list[int]:
 
 
 class Body(torch.nn.Module):
-    """Two FFNs, one behind the other."""
+    """Two FFNs, both over the same x."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -47,7 +47,7 @@ class Body(torch.nn.Module):
         self.penalty.begin(M, 0.5)
 
     def step(self, *, checkpointed: bool, autocast: bool) -> dict[str, torch.Tensor]:
-        """Gradients by name; those of both layers hang on x alone."""
+        """Gradients by name; those of both layers depend on x alone."""
         self.zero_grad(set_to_none=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             for layer in self.layers:
@@ -59,7 +59,7 @@ class Body(torch.nn.Module):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_layers_go_over_and_gradients_stay(launched, dtype, checkpointed):
+def test_a_sparse_layer_uses_the_kernels_and_gradients_stay(launched, dtype, checkpointed):
     how = {"checkpointed": checkpointed, "autocast": dtype == torch.float32}
     body = Body(dtype)
     dense = body.step(**how)
@@ -77,7 +77,7 @@ def test_layers_go_over_and_gradients_stay(launched, dtype, checkpointed):
     assert len(launched) == 1 + checkpointed
 
 
-def test_a_compiled_run_goes_over(make_model, text_file, tmp_path, monkeypatch, launched):
+def test_a_compiled_run_uses_the_kernels(make_model, text_file, tmp_path, monkeypatch, launched):
     monkeypatch.setattr(twell_ffn, "TRAINED_BELOW", 1.0)
     settings = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 10}
     convert(make_model("llama", initializer_range=0.05, **settings), tmp_path / "relu")
