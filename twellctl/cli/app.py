@@ -15,9 +15,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Make pretrained language models sparse, and fast because they are sparse.",
 )
-_OFTEN = ("recipe", "data", "eval_data", "density", "max_tokens", "batch_size")
-_OFTEN += ("micro_batch_size", "learning_rate", "lora_rank", "gradient_checkpointing")
-_OFTEN += ("resume", "overwrite", "dry_run")
+_OFTEN = (  # options of finetune that its short help has
+    "recipe",
+    "data",
+    "eval_data",
+    "density",
+    "max_tokens",
+    "batch_size",
+    "micro_batch_size",
+    "learning_rate",
+    "lora_rank",
+    "gradient_checkpointing",
+    "resume",
+    "overwrite",
+    "dry_run",
+)
 
 
 def _version(wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import Field
 from typing import Annotated, Any
 
@@ -42,10 +43,6 @@ def _default(field: Field) -> str:
 def _parameter(field: Field, group: str | None) -> inspect.Parameter:
     flag, (kind, _, many) = flag_of(field), kind_of(field)
     choices, text = field.metadata["choices"], field.metadata["help"]
-
-    def completed(incomplete: str) -> list[str]:
-        return [choice for choice in choices if choice.startswith(incomplete)]
-
     if default := _default(field):
         text = f"{text} [default: {default}]"
     if flag.isupper():
@@ -57,7 +54,7 @@ def _parameter(field: Field, group: str | None) -> inspect.Parameter:
             show_default=False,
             rich_help_panel=group,
             metavar=field.metadata["metavar"] or None,
-            autocompletion=completed if choices else None,
+            autocompletion=_beginning(choices) if choices else None,
         )
     return inspect.Parameter(
         flag.replace("-", "_").lower(),
@@ -65,3 +62,8 @@ def _parameter(field: Field, group: str | None) -> inspect.Parameter:
         default=None,
         annotation=Annotated[(list[kind] if many else kind) | None, declared],  # type: ignore[valid-type]
     )
+
+
+def _beginning(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """For a shell's completion: a function from what was typed to the choices that begin so."""
+    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]

@@ -55,8 +55,9 @@ def _told(error: BaseException) -> int:
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "twellctl"
     said = " ".join(error.format_message().split())
-    if hasattr(error.__cause__, "errors"):  # pydantic's, which names no value
-        said += f", got {shown(error.__cause__.errors()[0]['input'])}"
+    cause = error.__cause__
+    if cause is not None and hasattr(cause, "errors"):  # pydantic's message names no value
+        said += f", got {shown(cause.errors()[0]['input'])}"
     ui.fail(f"{said} (see '{where} --help')")
     return getattr(error, "exit_code", 2)
 

@@ -8,12 +8,46 @@ import typer
 
 from twellctl.cli.command import Model, Out, Overwrite, Revision, be_quiet_unless_first
 from twellctl.cli.use import TemplateArguments
-from twellctl.errors import counted
 from twellctl.fitting.settings import Fit
 from twellctl.screens import make as screen
 from twellctl.screens import ui
 from twellctl.training.recipe import Recipe
 from twellctl.write import Writing
+
+Prompts = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE",
+        help="Prompts to answer: a jsonl, JSON or parquet file with prompt, instruction or "
+        "question, or with messages that end with a user's.",
+    ),
+]
+RecipeName = Annotated[
+    str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue from the last checkpoint in OUT.run.")
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(help="A file from 'profile --json': slots, and figures for the model card."),
+]
+EvaluationFile = Annotated[
+    Path | None,
+    typer.Option("--eval", help="A file from 'eval --json': figures for the model card."),
+]
+BenchFile = Annotated[
+    Path | None,
+    typer.Option(help="A file from 'bench decode --json': speeds for the model card."),
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fp8",
+        help="Round the weights of all linear layers except the LM head to FP8 (e4m3), with "
+        "one scale per row.",
+    ),
+]
 
 
 def convert(
@@ -39,37 +73,44 @@ def convert(
     be_quiet_unless_first()
     ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
-    from twellctl.fitting.source import num_kept
-    from twellctl.training.recipe import run_folder
 
     if dry_run:
         from twellctl.fitting.plan import plan
 
         screen.planned(plan(model, revision=revision, **flags))
         return
-    how = {"revision": revision, "overwrite": overwrite}
     try:
-        done = run(model, out, **how, doing=ui.doing, told=screen.fitting, **flags)
+        done = run(
+            model,
+            out,
+            revision=revision,
+            overwrite=overwrite,
+            doing=ui.doing,
+            told=screen.fitting,
+            **flags,
+        )
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
-        kept = run_folder(out)
-        if num_kept(kept) and "data" in flags and not overwrite:
-            ui.note(f"{kept} keeps the layers that were fitted: repeat the command to continue")
+        if "data" in flags and not overwrite:
+            _note_kept_layers(out)
         raise
     screen.converted(done, model)
+
+
+def _note_kept_layers(out: Path) -> None:
+    """After an interruption of `convert`: that repeating it continues, if layers were fitted."""
+    from twellctl.fitting.source import num_kept
+    from twellctl.training.recipe import run_folder
+
+    kept = run_folder(out)
+    if num_kept(kept):
+        ui.note(f"{kept} keeps the layers that were fitted: repeat the command to continue")
 
 
 def write(
     *,
     model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The jsonl file to write.")],
-    prompts: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE",
-            help="Prompts to answer: a jsonl, JSON or parquet file with prompt, instruction or "
-            "question, or with messages that end with a user's.",
-        ),
-    ],
+    prompts: Prompts,
     flags: Annotated[dict, Writing],
     chat_template_kwargs: TemplateArguments = None,
     revision: Revision = None,
@@ -96,25 +137,15 @@ def write(
         note=ui.note,
         **flags,
     )
-    ui.say(
-        f"{done.out}: {counted(done.texts, 'text')}, {counted(done.tokens, 'token')}, "
-        f"{counted(done.cut, 'text')} cut at "
-        f"--max-tokens, {done.drawn / done.seconds:.0f} tokens/s"
-    )
-    step = f"profile {ui.word(model)}" if done.is_relu else f"convert {ui.word(model)} RELU"
-    ui.say(f"next: twellctl {step} --data {ui.word(done.out)}")
+    screen.written(done, model)
 
 
 def finetune(
     *,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
     out: Out,
-    recipe: Annotated[
-        str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the last checkpoint in OUT.run.")
-    ] = False,
+    recipe: RecipeName = None,
+    resume: Resume = False,
     overwrite: Overwrite = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only estimate time, memory and disk.")
@@ -139,42 +170,38 @@ def finetune(
     check_report_to(settings.report_to)
     ui.doing("loading PyTorch and transformers")
     if dry_run:
-        from twellctl.dry_run import as_flags
-        from twellctl.dry_run import dry_run as try_out
-
-        tried = try_out(model, settings, ui.note, ui.doing)
-        screen.tried_out(tried, as_flags(tried.changes))
+        _try_out(model, settings)
         return
     from twellctl.finetune import finetune as run
     from twellctl.screens.run import RunScreen
 
-    how = {"resume": resume, "overwrite": overwrite, "recipe_file": recipe_file}
-    screen.finetuned(run(model, out, settings, **how, progress=RunScreen()))
+    done = run(
+        model,
+        out,
+        settings,
+        resume=resume,
+        overwrite=overwrite,
+        recipe_file=recipe_file,
+        progress=RunScreen(),
+    )
+    screen.finetuned(done)
+
+
+def _try_out(model: str, settings: Recipe) -> None:
+    """`finetune --dry-run`."""
+    from twellctl.dry_run import as_flags, dry_run
+
+    tried = dry_run(model, settings, ui.note, ui.doing)
+    screen.tried_out(tried, as_flags(tried.changes))
 
 
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
     out: Out,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="A file from 'profile --json': slots, and figures for the model card."),
-    ] = None,
-    evaluation: Annotated[
-        Path | None,
-        typer.Option("--eval", help="A file from 'eval --json': figures for the model card."),
-    ] = None,
-    bench: Annotated[
-        Path | None,
-        typer.Option(help="A file from 'bench decode --json': speeds for the model card."),
-    ] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="fp8",
-            help="Round the weights of all linear layers except the LM head to FP8 (e4m3), with "
-            "one scale per row.",
-        ),
-    ] = None,
+    profile: ProfileFile = None,
+    evaluation: EvaluationFile = None,
+    bench: BenchFile = None,
+    quantize: Quantize = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Write a folder that runs sparse with TwELL, and dense in any engine.
@@ -186,18 +213,17 @@ def export(
     ui.doing(f"checking the weights of {model} and writing them")
     from twellctl.export import export as run
 
-    screen.exported(
-        run(
-            model,
-            out,
-            profile=profile,
-            evaluation=evaluation,
-            bench=bench,
-            quantize=quantize,
-            overwrite=overwrite,
-            note=ui.note,
-        )
+    done = run(
+        model,
+        out,
+        profile=profile,
+        evaluation=evaluation,
+        bench=bench,
+        quantize=quantize,
+        overwrite=overwrite,
+        note=ui.note,
     )
+    screen.exported(done)
 
 
 def quickstart(
@@ -216,5 +242,11 @@ def quickstart(
         ui.activity.over()
         ui.note(f"- {title}")
 
-    shown = {"note": note, "progress": ui.progress, "run": RunScreen("nothing will be kept")}
-    screen.quickstarted(run(out, overwrite=overwrite, **shown))
+    done = run(
+        out,
+        overwrite=overwrite,
+        note=note,
+        progress=ui.progress,
+        run=RunScreen("nothing will be kept"),
+    )
+    screen.quickstarted(done)

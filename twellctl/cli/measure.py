@@ -65,8 +65,14 @@ def evaluate(
     from twellctl.evaluate import evaluate as run
 
     stage = ui.Stage()
-    shown = {"doing": stage.begin, "progress": stage.show, "note": ui.note}
-    done = run(model, **flags, chat_template_kwargs=chat_template_kwargs, **shown)
+    done = run(
+        model,
+        **flags,
+        chat_template_kwargs=chat_template_kwargs,
+        doing=stage.begin,
+        progress=stage.show,
+        note=ui.note,
+    )
     tell(done, screen.evaluated)
 
 
@@ -89,5 +95,12 @@ def compare(
     from twellctl.compare import compare as run
 
     stage = ui.Stage()
-    how = {"chat_template_kwargs": chat_template_kwargs, "doing": stage.begin}
-    screen.compared(run(base, sparse, **flags, **how, progress=stage.show))
+    done = run(
+        base,
+        sparse,
+        **flags,
+        chat_template_kwargs=chat_template_kwargs,
+        doing=stage.begin,
+        progress=stage.show,
+    )
+    screen.compared(done)

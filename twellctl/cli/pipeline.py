@@ -28,12 +28,16 @@ from twellctl.screens import ui
 from twellctl.training.recipe import run_folder
 
 _MADE = {
-    "write": "answers.jsonl", "convert": "relu", "finetune": "sparse", "eval": "eval.json",
-    "profile": "profile.json", "export": "exported",
-}  # fmt: skip
-_CHANGING = ("write", "convert", "finetune")  # what all behind them is made from
+    "write": "answers.jsonl",
+    "convert": "relu",
+    "finetune": "sparse",
+    "eval": "eval.json",
+    "profile": "profile.json",
+    "export": "exported",
+}
+_CHANGING = ("write", "convert", "finetune")  # later steps read what these made
 RECORD = "run.json"
-_WRITTEN = "answers are whole"  # in it, since they grow line by line
+_WRITTEN = "answers are whole"  # a key of the record: the file of answers grows line by line
 
 Settings = dict[str, Any]
 
@@ -58,6 +62,13 @@ def run(
     model, out = (content.pop(key, None) for key in ("model", "out"))
     if not isinstance(model, str) or not isinstance(out, str):
         raise UsageError(f"{file} must have model and out, got {shown(model)} and {shown(out)}")
+    _check_steps(file, content)
+    steps = {name: content[name] or {} for name in _MADE if name in content}
+    _Pipeline(context.find_root(), model, from_home(out), steps).take(keep_going)
+
+
+def _check_steps(file: Path, content: dict[str, Any]) -> None:
+    """`UsageError` for a step that does not exist, or a flag whose value no flag can have."""
     for name, given in content.items():
         if name not in _MADE:
             raise UsageError(f"{file}: {shown(name)} is not one of model, out, {', '.join(_MADE)}")
@@ -71,49 +82,65 @@ def run(
                     f"{file}: {key} of {name} must be text, a number, true, false, or a list of "
                     f"these, got {shown(value)}"
                 )
-    steps = {name: content[name] or {} for name in _MADE if name in content}
-    _take(context, model, from_home(out), steps, keep_going)
 
 
-def _take(
-    context: typer.Context, model: str, out: Path, steps: dict[str, Settings], keep_going: bool
-) -> None:
-    group: Any = context.parent.command
-    commands = group.commands
-    begun = read_json(out / RECORD, "remove it") if (out / RECORD).exists() else {}
-    records = {name: _record(name, model, steps) for name in steps}
-    for name in steps:
-        words = _words(name, model, out, steps)
-        commands[name].make_context(name, words, parent=context.parent)  # refuses wrong flags
-        made = out / _MADE[name]
-        if made.exists() and name not in begun:
+class _Pipeline:
+    """The steps of one file over `model`, and what of them is in the folder `out` already."""
+
+    def __init__(self, root: Any, model: str, out: Path, steps: dict[str, Settings]):
+        self._root, self._commands = root, root.command.commands
+        self._model, self._out, self._steps = model, out, steps
+        path = out / RECORD
+        self._begun: Settings = read_json(path, "remove it") if path.exists() else {}
+
+    def take(self, keep_going: bool) -> None:
+        """Take all steps that are not done; `TwellError`, before any, if one of them cannot be."""
+        for name in self._steps:
+            self._check(name)
+        if self._out.exists() and not self._out.is_dir():
+            raise TwellError(f"{self._out} exists and is not a folder: name another out")
+        self._out.mkdir(parents=True, exist_ok=True)
+        for name in self._steps:
+            made = self._out / _MADE[name]
+            if made.exists() and (name != "write" or self._begun.get(_WRITTEN)):
+                ui.note(f"{name}: {made} is there")
+            else:
+                self._take_one(name)
+            if name == "eval" and not keep_going:
+                _check_verdict(made)
+
+    def _check(self, name: str) -> None:
+        """Refuse wrong flags of a step, and what was made with other settings."""
+        words = _words(name, self._model, self._out, self._steps)
+        self._commands[name].make_context(name, words, parent=self._root)
+        made = self._out / _MADE[name]
+        if not made.exists():
+            return
+        if name not in self._begun:
             raise TwellError(
-                f"{out / RECORD} does not say with which settings {made} was made: move it "
+                f"{self._out / RECORD} does not say with which settings {made} was made: move it "
                 "elsewhere, or name another out"
             )
-        if made.exists() and begun[name] != records[name]:
+        if self._begun[name] != _record(name, self._model, self._steps):
             raise TwellError(f"{made} was made with other settings: remove it, or name another out")
-    if out.exists() and not out.is_dir():
-        raise TwellError(f"{out} exists and is not a folder: name another out")
-    out.mkdir(parents=True, exist_ok=True)
-    for name, made in ((name, out / _MADE[name]) for name in steps):
-        if made.exists() and (name != "write" or begun.get(_WRITTEN)):
-            ui.note(f"{name}: {made} is there")
-        else:
-            begun[name] = records[name]
-            begun[_WRITTEN] = name != "write" and begun.get(_WRITTEN, False)
-            write_file(out / RECORD, json.dumps(begun, indent=1))
-            words = _words(name, model, out, steps)
-            ui.note(f"{name}: twellctl {' '.join(map(ui.word, [name, *words]))}")
-            with commands[name].make_context(name, words, parent=context.parent) as step:
-                commands[name].invoke(step)
-            begun[_WRITTEN] |= name == "write"
-            write_file(out / RECORD, json.dumps(begun, indent=1))
-        if name == "eval" and not keep_going:
-            _check_verdict(made)
+
+    def _take_one(self, name: str) -> None:
+        self._begun[name] = _record(name, self._model, self._steps)
+        self._begun[_WRITTEN] = name != "write" and self._begun.get(_WRITTEN, False)
+        self._save_record()
+        words = _words(name, self._model, self._out, self._steps)
+        ui.note(f"{name}: twellctl {' '.join(map(ui.word, [name, *words]))}")
+        with self._commands[name].make_context(name, words, parent=self._root) as step:
+            self._commands[name].invoke(step)
+        self._begun[_WRITTEN] |= name == "write"
+        self._save_record()
+
+    def _save_record(self) -> None:
+        write_file(self._out / RECORD, json.dumps(self._begun, indent=1))
 
 
 def _check_verdict(made: Path) -> None:
+    """`TwellError` if the evaluation in `made` says that users would notice too much."""
     found = read_json(made, "remove it").get("verdict")
     if found is None:
         return
@@ -126,7 +153,7 @@ def _check_verdict(made: Path) -> None:
 
 
 def _record(name: str, model: str, steps: dict[str, Settings]) -> Settings:
-    """All that what `name` makes depends on."""
+    """All settings that the result of step `name` depends on."""
     before = _before(name, steps)
     used = [one for one in before if one in _CHANGING or name == "export"]
     return {"model": model} | {one: steps[one] for one in (*used, name)}
@@ -137,9 +164,10 @@ def _before(name: str, steps: dict[str, Settings]) -> list[str]:
 
 
 def _words(name: str, model: str, out: Path, steps: dict[str, Settings]) -> list[str]:
-    """The words behind the name of a step's command: its flags, and what stands for those left out.
+    """The command line of a step without its name: the flags given, and defaults for the others.
 
-    It reads the newest model of the steps before it, and the answers that were written.
+    By default a step reads the newest model of the steps before it, and the answers that `write`
+    made.
     """
     before = _before(name, steps)
     made = {one: str(out / file) for one, file in _MADE.items()}
@@ -179,7 +207,7 @@ def _each(value: Any) -> list[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `RECORD` can hold it, as JSON: neither lone surrogates, nor what is not finite."""
+    """Whether `RECORD` can hold it as JSON: lone surrogates and infinite numbers it cannot."""
     if isinstance(value, str):
         return value == encodable(value)
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))

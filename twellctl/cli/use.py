@@ -49,6 +49,41 @@ Gates = Annotated[
         "run the step and is faster. whole: read all of W_gate.",
     ),
 ]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="TWELL_API_KEY",
+        help="The key that clients must send as 'Authorization: Bearer KEY'. The variable is "
+        "safer, because other users of this machine can read the command line.",
+    ),
+]
+AllowHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Another name of this server, for example behind a proxy. Repeatable. Requests "
+        "for other names, or from their pages, get 403.",
+    ),
+]
+ServedModelNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="The model's name in requests, for clients with a fixed name. Repeatable. "
+        "[default: the folder's name]",
+    ),
+]
+AccessLog = Annotated[
+    bool, typer.Option(help="Log each request on stderr in one line, without prompts or keys.")
+]
+AsChat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Answer PROMPT through the chat template, or continue it as text. "
+        "[default: --chat if the tokenizer has a template]",
+    ),
+]
 COMMANDS = (
     "/new starts over, /system TEXT sets the system message, /exit quits; Ctrl-C stops an answer"
 )
@@ -61,14 +96,7 @@ def generate(
         str, typer.Argument(metavar="PROMPT", help="The text to answer or continue; - reads stdin.")
     ],
     flags: Annotated[dict, Drawing],
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--no-chat",
-            help="Answer PROMPT through the chat template, or continue it as text. "
-            "[default: --chat if the tokenizer has a template]",
-        ),
-    ] = None,
+    chat: AsChat = None,
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "whole",
@@ -162,36 +190,13 @@ def serve_local(
     *,
     model: Model,
     flags: Annotated[dict, Serving],
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="TWELL_API_KEY",
-            help="The key that clients must send as 'Authorization: Bearer KEY'. The variable is "
-            "safer, because other users of this machine can read the command line.",
-        ),
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Another name of this server, for example behind a proxy. Repeatable. Requests "
-            "for other names, or from their pages, get 403.",
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="The model's name in requests, for clients with a fixed name. Repeatable. "
-            "[default: the folder's name]",
-        ),
-    ] = None,
+    api_key: ApiKey = None,
+    allow_host: AllowHosts = None,
+    served_model_name: ServedModelNames = None,
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "screened",
-    access_log: Annotated[
-        bool, typer.Option(help="Log each request on stderr in one line, without prompts or keys.")
-    ] = True,
+    access_log: AccessLog = True,
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page.
 

@@ -6,6 +6,7 @@ Nothing here may fail for want of what it looks for.
 import json
 import os
 import time
+from pathlib import Path
 
 from twellctl.errors import first_line
 from twellctl.here.machine import Finding, install_advice
@@ -82,8 +83,7 @@ def find_cache() -> Finding:
     except Exception as error:
         return Finding("cache", "none", f"not looked for: {first_line(error)}")
     folder = cache_dir()
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    if not _can_write(folder):
         what = f"{folder} cannot be written: kernels are compiled at every start"
         advice = "set TWELL_CACHE_DIR to a folder that can be written"
         return Finding("cache", "bad", what, advice)
@@ -96,6 +96,12 @@ def find_cache() -> Finding:
     compiled = len(list(folder.glob("*.cubin")))
     what = f"{folder}: {compiled} compiled kernel files, {choices} measured choices of route"
     return Finding("cache", "ok", what)
+
+
+def _can_write(folder: Path) -> bool:
+    """Whether files can be made in `folder`, or it in the nearest folder above that exists."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def find_variables() -> Finding:

@@ -17,25 +17,39 @@ def fitting(done: int, total: int, differ: float, left: float) -> None:
 
 def converted(done: Any, model: str) -> None:
     """A `Converted`: what was made of `model`, and what comes next."""
-    size = f"{done.num_layers} gated FFNs, {done.hidden_size} x {done.intermediate_size}"
-    out = ui.word(done.out)
     if done.fitted is None:
-        ui.say(f"{done.out}: {size}, {done.source_act} -> relu")
-        write = f"twellctl write {ui.word(model)} own.jsonl --prompts FILE, then "
-        fit = f"twellctl convert {ui.word(model)} {out} --overwrite --data"
-        ui.note(
-            "such a model talks noise until it is fitted or fine-tuned; to fit it: "
-            + (f"{write}{fit} own.jsonl" if done.is_chat_model else f"{fit} FILE")
-        )
-        ui.say(f"next: twellctl finetune {out} OUT --recipe standard --data FILE")
+        _only_converted(done, model)
         return
-    from twellctl.screens.advice import MET  # that --help need not load it
+    _fitted_layers(done.fitted)
+    _fitted_model(done)
+    ui.say(f"next: twellctl compare {ui.word(model)} {ui.word(done.out)}")
 
-    fitted = done.fitted
-    _fitted_layers(fitted)
+
+def _size(done: Any) -> str:
+    return f"{done.num_layers} gated FFNs, {done.hidden_size} x {done.intermediate_size}"
+
+
+def _only_converted(done: Any, model: str) -> None:
+    """A conversion without a fit, and how to fit or fine-tune it."""
+    out = ui.word(done.out)
+    ui.say(f"{done.out}: {_size(done)}, {done.source_act} -> relu")
+    write = f"twellctl write {ui.word(model)} own.jsonl --prompts FILE, then "
+    fit = f"twellctl convert {ui.word(model)} {out} --overwrite --data"
+    ui.note(
+        "such a model talks noise until it is fitted or fine-tuned; to fit it: "
+        + (f"{write}{fit} own.jsonl" if done.is_chat_model else f"{fit} FILE")
+    )
+    ui.say(f"next: twellctl finetune {out} OUT --recipe standard --data FILE")
+
+
+def _fitted_model(done: Any) -> None:
+    """The whole of a fitted model: density, and the distance to the source on held-out text."""
+    from twellctl.screens.advice import MET  # imported here so that --help does not load it
+
+    fitted, held_out = done.fitted, done.fitted.held_out
     ui.say(
-        f"{done.out}: {size} and a map of rank {fitted.map_neurons}, {done.source_act} -> relu, "
-        f"fitted on {fitted.tokens} tokens in {ui.duration(fitted.seconds)}"
+        f"{done.out}: {_size(done)} and a map of rank {fitted.map_neurons}, {done.source_act} -> "
+        f"relu, fitted on {fitted.tokens} tokens in {ui.duration(fitted.seconds)}"
         + (f", {counted(fitted.kept, 'layer')} kept from before" if fitted.kept else "")
     )
     read = fitted.share_read(done.intermediate_size)
@@ -48,20 +62,26 @@ def converted(done: Any, model: str) -> None:
             f"the target of {fitted.wanted:.2%} density was not met: fit on more text, or ask for "
             "a lower --density"
         )
-    held = fitted.held_out
     ui.say(
-        f"held-out text: KL to the source {held.kl:.4f}, same token {held.same_token:.2%}, "
-        f"cross-entropy {held.cross_entropy:.4f} (source {held.source_cross_entropy:.4f})"
+        f"held-out text: KL to the source {held_out.kl:.4f}, same token "
+        f"{held_out.same_token:.2%}, cross-entropy {held_out.cross_entropy:.4f} (source "
+        f"{held_out.source_cross_entropy:.4f})"
     )
-    ui.say(f"next: twellctl compare {ui.word(model)} {out}")
 
 
 def _fitted_layers(fitted: Any) -> None:
-    """Errors are shares of the squared output, the map's is its share of it."""
-    rows = []
-    for index, layer in enumerate(fitted.layers):
-        shares = [f"{share:.2%}" for share in (layer.fires, layer.error_swapped, layer.error)]
-        rows.append([str(index), *shares, f"{layer.map_share:.1%}", f"{layer.states_differ:.3f}"])
+    """A table: errors are shares of the squared output, and so is what the map contributes."""
+    rows = [
+        [
+            str(index),
+            f"{layer.fires:.2%}",
+            f"{layer.error_swapped:.2%}",
+            f"{layer.error:.2%}",
+            f"{layer.map_share:.1%}",
+            f"{layer.states_differ:.3f}",
+        ]
+        for index, layer in enumerate(fitted.layers)
+    ]
     columns = ["layer", "fires", "error, swapped", "error", "by the map", "states differ"]
     ui.table("on held-out text, by layer", columns, rows)
 
@@ -85,6 +105,17 @@ def written_so_far(stage: ui.Stage, going: Any) -> None:
     speed = going.drawn / going.seconds if going.seconds else 0
     left = going.seconds * (1 - going.share) / going.share if going.share else None
     stage.tell(f"{going.share:.0%}, {speed:.0f} tokens/s", left)
+
+
+def written(done: Any, model: str) -> None:
+    """The answers that `model` wrote (a `Written`), and what comes next."""
+    ui.say(
+        f"{done.out}: {counted(done.texts, 'text')}, {counted(done.tokens, 'token')}, "
+        f"{counted(done.cut, 'text')} cut at "
+        f"--max-tokens, {done.drawn / done.seconds:.0f} tokens/s"
+    )
+    step = f"profile {ui.word(model)}" if done.is_relu else f"convert {ui.word(model)} RELU"
+    ui.say(f"next: twellctl {step} --data {ui.word(done.out)}")
 
 
 def finetuned(result: Any) -> None:

@@ -188,9 +188,11 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     rows = [list(map(printable, row)) for row in rows]
     for number, column in enumerate(columns):
         figures = [row[number] for row in rows]
-        whole = max(map(cell_len, [*column.split(), *figures]), default=0)
-        how = {"justify": "right", "min_width": whole} if number else {}
-        made.add_column(column, overflow="fold", **how)
+        longest_word = max(map(cell_len, [*column.split(), *figures]), default=0)
+        if number:
+            made.add_column(column, overflow="fold", justify="right", min_width=longest_word)
+        else:
+            made.add_column(column, overflow="fold")
     for row in rows:
         made.add_row(*row)
     activity.over()
