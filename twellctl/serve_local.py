@@ -67,9 +67,7 @@ def serve_local(
     """
     how = chosen(Serving, settings)
     access = access_of(how.host, api_key, allow_hosts)
-    for name in names:
-        if not name or not name.isprintable():
-            raise UsageError(f"a name to serve under must be printable text, got {name!r}")
+    _check_names(names)
     check_gates(gates)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
@@ -86,8 +84,17 @@ def serve_local(
         )
         checkpoint.beware_of_noise(note)
         checkpoint.say_if_dense(note)
-        given = {"access": access, "limits": Limits(answer_seconds=how.timeout)}
-        asyncio.run(serve(served, listener, on_ready, **given, drain=how.drain, log=log))
+        limits = Limits(answer_seconds=how.timeout)
+        serving = serve(
+            served, listener, on_ready, access=access, limits=limits, drain=how.drain, log=log
+        )
+        asyncio.run(serving)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if not name or not name.isprintable():
+            raise UsageError(f"a name to serve under must be printable text, got {name!r}")
 
 
 def load_served_model(
@@ -114,11 +121,15 @@ def load_served_model(
     defaults = sampling_of(model.generation_config) if own_sampling else {}
     if defaults:
         about["sampling"] = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-    is_local = Path(checkpoint.name).exists()  # a hub id is a name as it is
-    own = checkpoint.path.resolve().name if is_local else checkpoint.name
-    name, *others = names or [own]
+    name, *others = names or [_served_name(checkpoint)]
     template = chat_template_kwargs or {}
     return ServedModel(name, tokenizer, engine, about, tuple(others), defaults, template)
+
+
+def _served_name(checkpoint: Checkpoint) -> str:
+    """The folder's name; a hub id as it is."""
+    is_local = Path(checkpoint.name).exists()
+    return checkpoint.path.resolve().name if is_local else checkpoint.name
 
 
 def sampling_of(config: Any) -> dict[str, float]:
@@ -126,11 +137,13 @@ def sampling_of(config: Any) -> dict[str, float]:
 
     If it turns sampling off, only its repetition_penalty counts.
     """
-    found = {}
+    samples = getattr(config, "do_sample", None) is not False
+    found: dict[str, float] = {}
     for name, plain in DEFAULTS.items():
-        value = getattr(config, name, None)
-        drawn = name == "repetition_penalty" or getattr(config, "do_sample", None) is not False
-        if drawn and type(value) in (int, float) and 0 <= value < 1e6 and value != plain:
+        value: Any = getattr(config, name, None)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        counts = samples or name == "repetition_penalty"
+        if counts and is_number and 0 <= value < 1e6 and value != plain:
             found[name] = value
     return found
 
@@ -153,24 +166,13 @@ async def serve(
     """
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
     limits, traffic = limits or Limits(), Traffic()
-    # handler_cancellation: a client that leaves stops its generation
-    runner = web.AppRunner(
-        make_app(served, access or Access(), limits, traffic, log),
-        handler_cancellation=True,
-        access_log=None,
-        logger=aiohttp_log,
-        keepalive_timeout=limits.idle_seconds,
-        lingering_time=limits.farewell_seconds,
-        shutdown_timeout=2,
-    )
+    runner = _runner(make_app(served, access or Access(), limits, traffic, log), limits)
     with _signals_set(stop, hurry):
         try:
             await runner.setup()
             await _start(runner, listener)
             if on_ready:
-                host, port = listener.getsockname()[:2]
-                shown = f"[{host}]" if ":" in host else host
-                on_ready(served, f"http://{shown}:{port}")
+                on_ready(served, _url(listener))
             await stop.wait()
             traffic.drain()
             await _first_of(drain, traffic.idle.wait(), hurry.wait())
@@ -178,6 +180,18 @@ async def serve(
             _, closed = in_daemon_thread(served.engine.close)
             await _first_of(_CLOSE_SECONDS, closed, hurry.wait())
             await runner.cleanup()
+
+
+def _runner(app: web.Application, limits: Limits) -> web.AppRunner:
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that leaves stops its generation
+        access_log=None,
+        logger=aiohttp_log,
+        keepalive_timeout=limits.idle_seconds,
+        lingering_time=limits.farewell_seconds,
+        shutdown_timeout=2,
+    )
 
 
 async def _first_of(seconds: float, *events: Awaitable) -> None:
@@ -230,6 +244,11 @@ def _listener(host: str, port: int) -> socket.socket:
         listener.close()
         raise _no_address(host, port, error) from error
     return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _no_address(host: str, port: int, error: OSError | TypeError) -> TwellError:

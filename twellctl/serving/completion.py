@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from twellctl.decoding.engine import Engine, Sampling, Token
 from twellctl.text.tokens import Detokenizer, StopStrings
@@ -135,6 +135,8 @@ class _Transcript:
 
 
 Item = TypeVar("Item")
+# (place of a stream, item of it), the error that ended one, or None for one that ended well
+_Events: TypeAlias = asyncio.Queue[tuple[int, Item] | Exception | None]
 
 
 async def together(
@@ -145,36 +147,42 @@ async def together(
     A reader that is slow gets more at a time. All streams end with this one, and the first that
     fails ends them all with its error.
     """
-    # None: a stream is through.
-    events: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue()
-
-    async def read(index: int, stream: AsyncGenerator[Item, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for item in stream:
-                    events.put_nowait((index, item))
-        except Exception as error:
-            events.put_nowait(error)
-        else:
-            events.put_nowait(None)
-
-    tasks = [asyncio.create_task(read(*numbered)) for numbered in enumerate(streams)]
+    events: _Events[Item] = asyncio.Queue()
+    tasks = [asyncio.create_task(_read(i, stream, events)) for i, stream in enumerate(streams)]
     try:
         left = len(tasks)
         while left:
-            come = [await events.get()]
-            while not events.empty():
-                come.append(events.get_nowait())
+            arrived = await _all_that_arrived(events)
             given: dict[int, list[Item]] = {}
-            for index, item in (event for event in come if isinstance(event, tuple)):
+            for index, item in (event for event in arrived if isinstance(event, tuple)):
                 given.setdefault(index, []).append(item)
             if given:
                 yield given
-            for event in come:
+            for event in arrived:
                 if isinstance(event, Exception):
                     raise event
-            left -= come.count(None)
+            left -= arrived.count(None)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _read(index: int, stream: AsyncGenerator[Item, None], events: _Events[Item]) -> None:
+    """Put the items of a stream into `events`, and then its end."""
+    try:
+        async with aclosing(stream):
+            async for item in stream:
+                events.put_nowait((index, item))
+    except Exception as error:
+        events.put_nowait(error)
+    else:
+        events.put_nowait(None)
+
+
+async def _all_that_arrived(events: _Events[Item]) -> list[tuple[int, Item] | Exception | None]:
+    """Wait for one event; with it come those that arrived meanwhile."""
+    arrived = [await events.get()]
+    while not events.empty():
+        arrived.append(events.get_nowait())
+    return arrived

@@ -19,8 +19,8 @@ FIELD = "response_format"
 _OBJECT = {"type": "object"}
 # Between two words of JSON: a space, or a new line and its indent. A model that may go on with
 # spaces may never stop.
-_HOW = {"whitespace_pattern": r"( |\n {0,24})?"}
-_LEAST = Version("1.9")  # older ones do not read _HOW
+_SPACE = r"( |\n {0,24})?"
+_LEAST = Version("1.9")  # older ones do not take _SPACE
 
 
 def parse_format(given: Any) -> dict[str, Any] | None:
@@ -55,7 +55,9 @@ class Guides:
 
         known = self._vocabulary()
         try:
-            grammar = LLMatcher.grammar_from_json_schema(to_json(schema), _HOW)
+            grammar = LLMatcher.grammar_from_json_schema(
+                to_json(schema), {"whitespace_pattern": _SPACE}
+            )
             wrong = LLMatcher.validate_grammar(grammar, known)
         except ValueError as error:
             wrong = str(error)

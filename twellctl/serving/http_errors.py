@@ -46,17 +46,8 @@ def as_api_error(error: Exception, http: web.Request) -> ApiError:
             return ApiError(429, str(error), code="queue_full")
         case EngineClosed():
             return ApiError(503, str(error), code="stopping")
-        case web.HTTPRequestEntityTooLarge():
-            return ApiError(413, "the body is too large", code="body_too_large")
-        case web.HTTPNotFound():
-            message = f"no such URL: {http.method} {http.path} (GET /v1 lists those there are)"
-            return ApiError(404, message, code="unknown_url")
-        case web.HTTPMethodNotAllowed():
-            allowed = " or ".join(sorted(error.allowed_methods))
-            message = f"{http.path} takes {allowed}, not {http.method}"
-            return ApiError(405, message, code="method_not_allowed")
         case web.HTTPException():
-            return ApiError(error.status, error.reason)
+            return _of_http_error(error, http)
         case web.RequestPayloadError():
             return ApiError(400, f"the body cannot be read: {reason(error)}", code="bad_body")
     said = reason(error)
@@ -66,13 +57,29 @@ def as_api_error(error: Exception, http: web.Request) -> ApiError:
     return ApiError(500, f"internal error: {said}", code="internal_error")
 
 
+def _of_http_error(error: web.HTTPException, http: web.Request) -> ApiError:
+    """An error that aiohttp itself raised for a request."""
+    match error:
+        case web.HTTPRequestEntityTooLarge():
+            return ApiError(413, "the body is too large", code="body_too_large")
+        case web.HTTPNotFound():
+            message = f"no such URL: {http.method} {http.path} (GET /v1 lists those there are)"
+            return ApiError(404, message, code="unknown_url")
+        case web.HTTPMethodNotAllowed():
+            allowed = " or ".join(sorted(error.allowed_methods))
+            message = f"{http.path} takes {allowed}, not {http.method}"
+            return ApiError(405, message, code="method_not_allowed")
+    return ApiError(error.status, error.reason)
+
+
 def _shorten(record: logging.LogRecord) -> bool:
     """Malformed HTTP reaches no handler: aiohttp answers and logs it, with us in one line.
 
     The bytes that it quotes are left out: a query or a key may be among them.
     """
-    if record.exc_info:
-        said = re.split(r"[:\s]*(?:b'|b\"|bytearray\()", reason(record.exc_info[1]))[0]
+    error = record.exc_info and record.exc_info[1]
+    if error:
+        said = re.split(r"[:\s]*(?:b'|b\"|bytearray\()", reason(error))[0]
         record.msg, record.args = f"{record.getMessage()}: {said}", ()
         record.exc_info = None
     return True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from twellctl.decoding.engine import Token
 from twellctl.serving.completion import PlacedToken
 
 if TYPE_CHECKING:
@@ -89,11 +90,13 @@ _LEAST = -9999.0  # OpenAI's number for what has no chance: JSON has no infinity
 def chat_logprobs(tokens: Sequence[PlacedToken], spelling: TokenSpelling) -> dict[str, Any]:
     """/v1/chat/completions: one entry a token, its alternatives inside."""
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
         spelled = spelling(token)
-        spelled_bytes = None if spelled.bytes is None else list(spelled.bytes)
-        told = max(logprob, _LEAST)
-        return {"token": spelled.escaped(), "logprob": told, "bytes": spelled_bytes}
+        return {
+            "token": spelled.escaped(),
+            "logprob": _finite(logprob),
+            "bytes": None if spelled.bytes is None else list(spelled.bytes),
+        }
 
     content = [
         entry(placed.token.id, placed.token.logprob)
@@ -108,23 +111,24 @@ def text_logprobs(tokens: Sequence[PlacedToken], spelling: TokenSpelling) -> dic
 
     The chosen token is always among its alternatives, as their last if it is none of the best.
     """
-    told: dict[str, Any] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
+
+    def alternatives(token: Token) -> dict[str, float | None] | None:
+        if token.logprob is None:
+            return None
+        best = {_name(spelling(other)): _finite(logprob) for other, logprob in token.top}
+        return best | {_name(spelling(token.id)): _finite(token.logprob)}
+
+    return {
+        "tokens": [_name(spelling(placed.token.id)) for placed in tokens],
+        "token_logprobs": [_finite(placed.token.logprob) for placed in tokens],
+        "top_logprobs": [alternatives(placed.token) for placed in tokens],
         "text_offset": [placed.offset for placed in tokens],
     }
-    for token in (placed.token for placed in tokens):
-        name = _name(spelling(token.id))
-        told["tokens"].append(name)
-        if token.logprob is None:  # the first of an echoed prompt
-            told["token_logprobs"].append(None)
-            told["top_logprobs"].append(None)
-            continue
-        best = {_name(spelling(other)): max(value, _LEAST) for other, value in token.top}
-        told["token_logprobs"].append(max(token.logprob, _LEAST))
-        told["top_logprobs"].append(best | {name: told["token_logprobs"][-1]})
-    return told
+
+
+def _finite(logprob: float | None) -> float | None:
+    """As JSON has it; None: of the first token of an echoed prompt."""
+    return None if logprob is None else max(logprob, _LEAST)
 
 
 def densities(tokens: Sequence[PlacedToken]) -> list[list[float]]:

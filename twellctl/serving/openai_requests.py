@@ -185,8 +185,6 @@ def _options(
 ) -> Options:
     """`least`: tokens that may be asked for."""
     defaults = DEFAULTS | defaults
-    if flag(body, "twell_densities") and not flag(body, "stream"):
-        raise invalid("twell_densities", "is only for stream: true", True)
     sampling = Sampling(
         max_tokens=0,
         temperature=number(body, "temperature", defaults["temperature"], at_most=2),
@@ -201,7 +199,7 @@ def _options(
         logit_bias=_logit_bias(body.get("logit_bias", {})),
         seed=whole(body, "seed", None, at_least=-(2**63), at_most=2**63 - 1),
         top_logprobs=top_logprobs,
-        densities=flag(body, "twell_densities"),
+        densities=_only_streamed(body, "twell_densities"),
     )
     return Options(
         check_text("model", body["model"]) if body.get("model") else None,
@@ -232,6 +230,13 @@ def _chat_logprobs(body: dict[str, Any]) -> int | None:
     if top and not wanted:
         raise invalid("top_logprobs", "is only for logprobs: true", top)
     return (top or 0) if wanted else None
+
+
+def _only_streamed(body: dict[str, Any], name: str) -> bool:
+    """A flag that only a request for a stream may set."""
+    if flag(body, name) and not flag(body, "stream"):
+        raise invalid(name, "is only for stream: true", True)
+    return flag(body, name)
 
 
 def _max_tokens(body: dict[str, Any], least: int) -> int | None:
@@ -270,7 +275,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}", role)
-    made = {"role": ROLES[role], "content": _content(message, f"{where}.content")}
+    made: dict[str, Any] = {"role": ROLES[role], "content": _content(message, f"{where}.content")}
     for name, value in message.items():
         # clients send back the messages they got, empty fields included
         if name in ("role", "content", *_LABELS_OF_MESSAGES) or value in (None, [], ""):
@@ -289,8 +294,9 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         if not isinstance(function, dict):
             raise invalid(where, "must be a list of calls of functions", calls)
         arguments = function.get("arguments")
-        with suppress(ValueError, TypeError, RecursionError):
-            arguments = json.loads(arguments)
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
         made.append(call | {"function": function | {"arguments": arguments}})
     return made
 

@@ -103,8 +103,9 @@ class Answer:
         finish_reason: str | None,
         tokens: Sequence[PlacedToken] | None,
     ) -> dict[str, Any]:
-        wanted = self.options.sampling.top_logprobs is not None and tokens is not None
-        logprobs = self.logprobs(tokens, self.spelling) if wanted else None
+        logprobs = None
+        if self.options.sampling.top_logprobs is not None and tokens is not None:
+            logprobs = self.logprobs(tokens, self.spelling)
         return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -99,12 +99,12 @@ def make_app(
     app.router.add_get("/v1/", endpoints.listed)
     app.router.add_get("/v1/models", endpoints.models)
     app.router.add_get("/v1/models/{name:.+}", endpoints.model)
-    for path, *how in (
-        ("/v1/chat/completions", parse_chat, plan_chat, ChatAnswer),
-        ("/v1/completions", parse_completion, plan_completion, TextAnswer),
-        ("/v1/responses", parse_response, plan_chat, ResponseAnswer),
-    ):
-        app.router.add_post(path, partial(endpoints.answer, *how))
+    chat = partial(endpoints.answer, parse_chat, plan_chat, ChatAnswer)
+    completion = partial(endpoints.answer, parse_completion, plan_completion, TextAnswer)
+    response = partial(endpoints.answer, parse_response, plan_chat, ResponseAnswer)
+    app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post("/v1/completions", completion)
+    app.router.add_post("/v1/responses", response)
     return app
 
 

@@ -112,8 +112,7 @@ def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
     _check(model, options, len(request.prompts))
     tasks, prompt_tokens = [], 0
     for given in request.prompts:
-        is_text = isinstance(given, str)
-        prompt = _encoded(model, given, encode_text, "prompt") if is_text else given
+        prompt = _encoded(model, given, encode_text, "prompt") if isinstance(given, str) else given
         budget = _budget(model.engine, prompt, options.max_tokens, COMPLETION_TOKENS, "prompt")
         made = _tasks(len(tasks), prompt, prompt, options, budget)
         vocab_size = model.engine.vocab_size

@@ -9,7 +9,8 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from twellctl.decoding.engine import Engine, QueueFull
 
@@ -89,41 +90,50 @@ def in_daemon_thread(
 
     `then` is called in the event loop once the job has ended, awaited or not.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Made] = loop.create_future()
-    told = False
+    job_of_thread = _Job(job, then)
+    thread = threading.Thread(target=job_of_thread.run, name=THREAD, daemon=True)
+    thread.start()
+    return thread, job_of_thread.done
 
-    def tell(result: Made | None, error: BaseException | None) -> None:
-        nonlocal told
-        if told:
-            return
-        told = True
-        if not done.done():
-            if error is None:
-                done.set_result(result)
-            else:
-                done.set_exception(error)
-        then()
 
-    def work() -> None:
-        result, error = None, None
+class _Job(Generic[Made]):
+    """A job for another thread, and the future of this event loop that gets its result."""
+
+    def __init__(self, job: Callable[[], Made], then: Callable[[], None]):
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[Made] = self._loop.create_future()
+        self._job, self._then = job, then
+        self._has_ended = False
+
+    def run(self) -> None:
+        """The job, in its thread."""
+        settle: Callable[[], None]
         try:
-            result = job()
+            settle = partial(self._settle, self.done.set_result, self._job())
         except Exception as failure:
-            error = failure
-        except _Stopped:
-            error = TimeoutError()  # nobody waits for it
-        for _ in range(2):  # `_Stopped` may come once, and so late
+            settle = partial(self._settle, self.done.set_exception, failure)
+        except _Stopped:  # nobody waits for it
+            settle = partial(self._settle, self.done.set_exception, TimeoutError())
+        self._hand_over(settle)
+
+    def _hand_over(self, settle: Callable[[], None]) -> None:
+        """Let the event loop call `settle`, although `_Stopped` may come here, once."""
+        for _ in range(2):
             try:
                 with contextlib.suppress(RuntimeError):  # the loop was closed
-                    loop.call_soon_threadsafe(tell, result, error)
+                    self._loop.call_soon_threadsafe(settle)
                 return
             except _Stopped:
                 continue
 
-    thread = threading.Thread(target=work, name=THREAD, daemon=True)
-    thread.start()
-    return thread, done
+    def _settle(self, set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        """In the event loop, and perhaps twice."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if not self.done.done():
+            set_outcome(outcome)
+        self._then()
 
 
 def _stop(thread: threading.Thread) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from typing import Any
+from typing import Any, overload
 
 
 class ApiError(Exception):
@@ -47,6 +47,18 @@ def flag(body: dict[str, Any], name: str) -> bool:
     if not isinstance(value, bool):
         raise invalid(name, "must be true or false", value)
     return value
+
+
+@overload
+def whole(
+    body: dict[str, Any], name: str, default: int, *, at_least: int, at_most: float = math.inf
+) -> int: ...
+
+
+@overload
+def whole(
+    body: dict[str, Any], name: str, default: None, *, at_least: int, at_most: float = math.inf
+) -> int | None: ...
 
 
 def whole(

@@ -9,8 +9,21 @@ from twellctl.serving.openai_responses import Answer, Choice, Usage
 from twellctl.serving.request_fields import invalid, refuse_others, required, unsupported
 
 SYSTEM = "instructions"
-_SAME = ("model", "temperature", "top_p", "stream", "metadata", "user", "chat_template_kwargs")
-_SAME += ("store", "prompt_cache_key", "safety_identifier", "service_tier", "top_k", "min_p")
+_SAME = (  # fields that mean the same in a chat request
+    "model",
+    "temperature",
+    "top_p",
+    "stream",
+    "metadata",
+    "user",
+    "chat_template_kwargs",
+    "store",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "top_k",
+    "min_p",
+)
 # with the values that ask for nothing; null always does
 _LACKING: dict[str, tuple] = {
     "background": (False,),
