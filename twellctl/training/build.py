@@ -105,8 +105,8 @@ def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     """The recipe with what it leaves open: length of blocks, learning rate, penalty, compile."""
     if checkpoint.silu_form and any(map(stays_silu, checkpoint.silu_form["sharpness"])):
         raise TwellError(f"{checkpoint.name} has neurons that stay SiLU, which no recipe trains")
-    longest = checkpoint.context or math.inf
-    if recipe.seq_len is not None and recipe.seq_len > longest:
+    longest = checkpoint.context
+    if recipe.seq_len is not None and longest and recipe.seq_len > longest:
         raise UsageError(f"seq-len must be <= {longest}, the model's context, got {recipe.seq_len}")
     penalty = recipe.penalty or ("l1" if recipe.l1_schedule == "constant" else "count")
     if penalty == "l1" and checkpoint.map_neurons:
@@ -118,7 +118,7 @@ def for_model(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
         recipe,
         compile=_compiles(recipe) if recipe.compile is None else recipe.compile,
         penalty=penalty,
-        seq_len=recipe.seq_len or min(1024, longest),
+        seq_len=recipe.seq_len or min(1024, longest or 1024),
         learning_rate=recipe.learning_rate or default_rate(checkpoint),
     )
 
@@ -130,7 +130,7 @@ def _compiles(recipe: Recipe) -> bool:
 def _captures(recipe: Recipe) -> bool:
     """Whether steps are replayed as CUDA graphs: what they do may not change from step to step."""
     fixed = recipe.penalty == "count" and not recipe.gradient_checkpointing
-    return recipe.compile and fixed and _compiles(recipe)
+    return bool(recipe.compile) and fixed and _compiles(recipe)
 
 
 def build_trainer(
@@ -145,7 +145,6 @@ def build_trainer(
     train, held_out = blocks
     sharded = is_to_be_sharded(checkpoint, recipe)
     model = _student(checkpoint, recipe, sharded)
-    num_neurons = checkpoint.own_neurons
     progress.doing("looking at what the layers read")
     penalty = _penalty(model, recipe, train, checkpoint.map_neurons)
     if recipe.gradient_checkpointing:
@@ -153,19 +152,15 @@ def build_trainer(
     model.get_input_embeddings().register_forward_hook(in_autocast_dtype)
     arguments = trainer_arguments(recipe, run, len(train), held_out is not None)
     _note_what_is_slow(recipe, arguments, progress)
-    if (taught_by := teacher and teacher.load(sharded)) is not None:
-        without_mask(taught_by, recipe.seq_len)
+    taught_by = _teacher(teacher, recipe, sharded)
     target = None if recipe.l1_schedule == "constant" else recipe.density
-    states = None
-    if taught_by is not None and recipe.state_weight and comparable(model, taught_by):
-        states = LayerStates(model, taught_by, recipe.state_weight)
     trainer = (ShardedTrainer if sharded else SparseTrainer)(
         penalty=penalty,
         schedule=L1Schedule(recipe.l1, target, arguments.max_steps),
         teacher=taught_by,
         teacher_weight=recipe.teacher_weight,
-        states=states,
-        compiled=recipe.compile,
+        states=_states(model, taught_by, recipe),
+        compiled=bool(recipe.compile),
         captures=_captures(recipe) and not sharded,
         note=progress.note,
         model=model,
@@ -174,13 +169,35 @@ def build_trainer(
         eval_dataset=held_out,
         optimizers=(make_optimizer(model, penalty.gates, arguments, recipe.optimizer), None),
     )
-    if recipe.compile:  # within a checkpoint a compiled layer may not say what fired
+    if recipe.compile:
+        # a compiled layer that is recomputed for the backward pass may not say what fired
         parts = penalty.ffns if recipe.gradient_checkpointing else ffn_layers(model)
-        for part in [*parts, *(ffn_layers(taught_by) if taught_by else [])]:
-            part.forward = torch.compile(part.forward, dynamic=False)
+        _compile([*parts, *(ffn_layers(taught_by) if taught_by else [])])
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(progress.callback(trainer, recipe, num_neurons))
+    trainer.add_callback(progress.callback(trainer, recipe, checkpoint.own_neurons))
     return trainer
+
+
+def _teacher(teacher: Teacher | None, recipe: Recipe, sharded: bool) -> PreTrainedModel | None:
+    """The teacher's model, loaded, if there is a teacher."""
+    model = None if teacher is None else teacher.load(sharded)
+    if model is not None:
+        without_mask(model, recipe.block_tokens)
+    return model
+
+
+def _states(
+    model: PreTrainedModel, taught_by: PreTrainedModel | None, recipe: Recipe
+) -> LayerStates | None:
+    """What holds the states of layers to the teacher's, where that is wanted and they compare."""
+    if taught_by is None or not recipe.state_weight or not comparable(model, taught_by):
+        return None
+    return LayerStates(model, taught_by, recipe.state_weight)
+
+
+def _compile(parts: list[torch.nn.Module]) -> None:
+    for part in parts:
+        part.forward = torch.compile(part.forward, dynamic=False)
 
 
 def _student(checkpoint: Checkpoint, recipe: Recipe, sharded: bool) -> PreTrainedModel:
@@ -191,7 +208,7 @@ def _student(checkpoint: Checkpoint, recipe: Recipe, sharded: bool) -> PreTraine
         model = load_sharded(checkpoint, default_device(), dtype)
     else:
         model = load_model(checkpoint, dtype=dtype)
-    without_mask(model, recipe.seq_len)
+    without_mask(model, recipe.block_tokens)
     model.config.use_cache = False
     return _with_lora(model, recipe) if recipe.lora_rank else model.requires_grad_(True)
 
@@ -240,6 +257,7 @@ def _note_what_is_slow(recipe: Recipe, arguments: TrainingArguments, progress: P
 def _penalty(
     model: PreTrainedModel, recipe: Recipe, train: Blocks, map_neurons: int
 ) -> PricedGates | FfnPenalty:
+    """The price of what fires; prices by count look at what the layers read of `train`."""
     if recipe.penalty == "count":
         gates = PricedGates(model, map_neurons)
         device = model.device

@@ -32,10 +32,8 @@ class History(TrainerCallback):
         """Keep what an earlier process wrote up to `step`, the one it is resumed at."""
         if not self.trainer.is_world_process_zero():
             return
-        whole = ""
-        if step and self.path.is_file():  # a last line that was cut short is left out
-            whole = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
-        kept = [row for row in map(json.loads, whole.splitlines()) if row["step"] <= step]
+        rows = _rows(self.path) if step else []
+        kept = [row for row in rows if row["step"] <= step]
         lines = [to_json(row) + "\n" for row in kept]
         self.path.write_text("".join(lines), encoding="utf-8")
         if kept:
@@ -81,3 +79,11 @@ class History(TrainerCallback):
             file.seek(self._at)
             file.write(f"{to_json(self.last)}\n".encode())
             file.truncate()
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows that were written; a last line that was cut short is left out."""
+    if not path.is_file():
+        return []
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]

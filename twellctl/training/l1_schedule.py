@@ -37,7 +37,7 @@ class L1Schedule:
         if self.target is None:
             return
         seen = math.log(max(density, 1e-6))
-        if self.log_integral is None:
+        if self.log_integral is None or self.log_density is None or self.log_first is None:
             self.log_integral, self.log_density, self.log_first = math.log(self.l1), seen, seen
         weight = min(1.0, 1 / (SMOOTHING * self.num_steps))
         self.log_density += weight * (seen - self.log_density)

@@ -31,6 +31,16 @@ from twellctl.training.sharded_weights import local, rows
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
 
 
+def owners_of(matrices: Iterable[Tensor]) -> dict[Tensor, int]:
+    """Which process steps each of the `matrices`: those of one shape in turn."""
+    seen = collections.Counter[torch.Size]()
+    owners = {}
+    for matrix in matrices:
+        owners[matrix] = seen[matrix.shape] % dist.get_world_size()
+        seen[matrix.shape] += 1
+    return owners
+
+
 def by_replicas(
     owners: Sequence[int], mine: Sequence[Tensor], like: Tensor, run: Callable[[Tensor], Tensor]
 ) -> Callable[[], list[Tensor]]:
@@ -180,10 +190,7 @@ class Muon(torch.optim.AdamW):
         groups = [group["params"] for group in self.param_groups if group["matrices"]]
         if self._owners is None:
             held = [p for params in groups for p in params if not isinstance(p, DTensor)]
-            self._owners, seen = {}, collections.Counter[torch.Size]()
-            for p in held if is_one_of_several() else []:
-                self._owners[p] = seen[p.shape] % dist.get_world_size()
-                seen[p.shape] += 1
+            self._owners = owners_of(held) if is_one_of_several() else {}
         return self._owners
 
     def bring_together(self) -> None:
@@ -269,7 +276,7 @@ def default_rate(checkpoint: Checkpoint) -> float:
     its weights, so a step is a share of that. `TwellError` for weights that are all zero.
     """
     layer = checkpoint.ffn.num_layers // 2
-    squares = count = 0
+    squares, count = 0.0, 0
     for _, weight in read_tensors(checkpoint, checkpoint.ffn_weights(layer)):
         squares += float(torch.linalg.vector_norm(weight, dtype=torch.float64)) ** 2
         count += weight.numel()

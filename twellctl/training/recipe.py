@@ -164,9 +164,16 @@ class Recipe:
     )
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens of a block; `seq_len` must be known, as `for_model` leaves it."""
+        if self.seq_len is None:
+            raise ValueError("the recipe does not say how long blocks are")
+        return self.seq_len
+
+    @property
     def step_tokens(self) -> int:
         """Tokens that an optimizer step reads."""
-        return self.batch_size * self.seq_len
+        return self.batch_size * self.block_tokens
 
 
 def run_folder(out: Path) -> Path:
@@ -221,8 +228,8 @@ def public_recipe(recipe: Recipe) -> Recipe:
     A teacher in a folder becomes `UNNAMED_TEACHER`, which no run takes for one.
     """
     is_local = recipe.teacher not in ("auto", "none") and from_home(recipe.teacher).exists()
-    hidden = {"teacher": UNNAMED_TEACHER} if is_local else {}
-    return dataclasses.replace(recipe, data=[], eval_data=[], **hidden)
+    teacher = UNNAMED_TEACHER if is_local else recipe.teacher
+    return dataclasses.replace(recipe, data=[], eval_data=[], teacher=teacher)
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
@@ -300,11 +307,22 @@ def _contradictions(values: dict[str, Any]) -> list[str]:
     return wrong
 
 
-# the Trainer's names; the module to find is called so, and the package, but for those of _OTHERS
+# The Trainer's names. Module and package have the same name, except for those in _OTHERS.
 TRACKERS = (
-    "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow",
-    "neptune", "swanlab", "tensorboard", "trackio", "wandb",
-)  # fmt: skip
+    "azure_ml",
+    "clearml",
+    "codecarbon",
+    "comet_ml",
+    "dagshub",
+    "dvclive",
+    "flyte",
+    "mlflow",
+    "neptune",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
+)
 _OTHERS = {"azure_ml": ("azureml", "azureml-mlflow"), "flyte": ("flytekit", "flytekit")}
 
 

@@ -23,9 +23,15 @@ STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not 
 MODEL_FILE = "model.txt"
 RUN_FORMAT = 2  # of what a run folder means: runs of another one are not resumed
 LONGEST_TEXT = 16384  # tokens in a row of one of several --data
-# what a resumed run may change, because it changes nothing of the result
-FREE = ("save_steps", "logging_steps", "report_to", "compile", "shard")
-FREE += ("micro_batch_size", "gradient_checkpointing")
+FREE = (  # a resumed run may change these, because the result does not depend on them
+    "save_steps",
+    "logging_steps",
+    "report_to",
+    "compile",
+    "shard",
+    "micro_batch_size",
+    "gradient_checkpointing",
+)
 
 
 def prepare_run(
@@ -138,9 +144,8 @@ def _write_run_tokens(run: Path, recipe: Recipe, tokenizer: Any, vocabulary: int
     if recipe.max_steps is not None:
         wanted = recipe.max_steps * recipe.step_tokens
     if wanted is not None:
-        wanted = (
-            int((wanted + recipe.step_tokens) / (1 - held_out_fraction(recipe))) + recipe.seq_len
-        )
+        of_all = 1 / (1 - held_out_fraction(recipe))
+        wanted = int((wanted + recipe.step_tokens) * of_all) + recipe.block_tokens
 
     def stream(paths: list[str]) -> Iterator[np.ndarray]:
         texts = read_texts(paths, recipe.text_column, tokenizer)
@@ -173,11 +178,11 @@ def held_out_fraction(recipe: Recipe) -> float:
 
 def run_blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
     """(training, held-out) blocks of a run folder; training ones in whole batches."""
-    blocks = read_blocks(run / "tokens.bin", recipe.seq_len)
+    blocks = read_blocks(run / "tokens.bin", recipe.block_tokens)
     train, held_out = split_blocks(len(blocks), recipe)
     others = blocks
     if recipe.eval_data:
-        others = read_blocks(run / "eval.bin", recipe.seq_len)
+        others = read_blocks(run / "eval.bin", recipe.block_tokens)
         held_out = np.arange(len(others))
         if not len(others):
             raise TwellError(

@@ -93,13 +93,14 @@ class SparseTrainer(Trainer):
         self.teacher_weight = teacher_weight if teacher is not None else 0.0
         self.states = states
         self.note = note
-        self._captures, self._captured, self._parts_run = captures, None, 0
+        self._captures, self._parts_run = captures, 0
+        self._captured: CapturedPart | None = None
         self.report: StepReport | None = None
         self.held_out_by_layer: list[float] | None = None
         several = self.args.world_size > 1 and not self.is_sharded
         self.replicas = Replicas(self.model, self.muon.owners()) if several else None
         self._sums: list[Tensor] = []
-        self._norm: Tensor | None = None
+        self._norm: Tensor = torch.tensor(math.nan)  # of the last step's gradients
         self._checked: tuple[list[str], Tensor] | None = None
         self._counted: tuple[int, list[int], Tensor] | None = None
 
@@ -123,10 +124,11 @@ class SparseTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any) -> Tensor:
         ids, num_parts = inputs["input_ids"], self.current_gradient_accumulation_steps
         is_last = self.accelerator.sync_gradients
-        recorded = self._captured is not None and self._captured.takes(ids, num_parts)
-        if recorded:
+        captured = self._captured
+        recorded = captured is not None and captured.takes(ids, num_parts)
+        if captured is not None and recorded:
             self._set_penalty(ids)
-            loss, measured = self._captured(ids)
+            loss, measured = captured(ids)
             self._sums.append(measured)
         else:
             with self._sending(is_last):
