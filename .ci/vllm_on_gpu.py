@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
 from pathlib import Path
@@ -38,18 +39,24 @@ from twellctl.models.loading import fingerprint
 from twellctl.models.quantised import kept_layers, round_tensors
 from twellctl.models.silu_form import choose_form, factors, scaled
 
+Answer = tuple[str, str, int]  # text, why it ended (or the error), number of tokens
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 STEPS, STREAMS = 130, 64
 SMALL = {
-    "model_type": "llama", "hidden_act": "silu", "vocab_size": 4096, "hidden_size": 512,
-    "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
     "num_key_value_heads": 4,
-}  # fmt: skip
+}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 EAGER, TWO = {"enforce_eager": True}, {"tensor_parallel_size": 2}
-SETTINGS = {  # plugins, route, options of vLLM; beside the first one the others are held
+SETTINGS = {  # plugins, route, options of vLLM; the first one is what the others are compared with
     "own_graphs": ("", "auto", {}),
     "own_eager": ("", "auto", EAGER),
     "own_two": ("", "auto", EAGER | TWO),
@@ -112,13 +119,24 @@ def make(folder: Path, fp8: bool = True):
     model.save_pretrained(folder / "silu")
     convert(folder / "silu", folder / "relu", overwrite=True)
     profile = Profile(
-        model="random", fingerprint=fingerprint(open_checkpoint(folder / "relu")), data=("ids",),
-        windows=8, seq_len=1024, tokens=8192, text_tokens=8192, dtype="bfloat16", device=DEVICE,
-        versions={}, intermediate_size=SMALL["intermediate_size"], tile=TILE,
-        layers=tuple(layers), by_position=(), by_kind=(),
-    )  # fmt: skip
-    how = {"profile": profile, "quantize": "fp8" if fp8 else None, "overwrite": True}
-    export(folder / "relu", folder / "export", **how)
+        model="random",
+        fingerprint=fingerprint(open_checkpoint(folder / "relu")),
+        data=("ids",),
+        windows=8,
+        seq_len=1024,
+        tokens=8192,
+        text_tokens=8192,
+        dtype="bfloat16",
+        device=DEVICE,
+        versions={},
+        intermediate_size=SMALL["intermediate_size"],
+        tile=TILE,
+        layers=tuple(layers),
+        by_position=(),
+        by_kind=(),
+    )
+    quantize = "fp8" if fp8 else None
+    export(folder / "relu", folder / "export", profile=profile, quantize=quantize, overwrite=True)
     print(f"| FP8: {fp8}, {fires}")
 
 
@@ -178,10 +196,15 @@ def _engine(folder: Path | str, gib: int, context: int, graphs: list[int], **opt
     if GPU:  # engines stand side by side
         options |= {"kv_cache_memory_bytes": gib << 30, "gpu_memory_utilization": 0.05 * gib}
     always = {
-        "dtype": "bfloat16", "seed": 0, "skip_tokenizer_init": True, "max_model_len": context,
-        "max_num_seqs": max(8, *graphs), "max_num_batched_tokens": 2048,
-        "enable_prefix_caching": False, "disable_log_stats": False,
-    }  # fmt: skip
+        "dtype": "bfloat16",
+        "seed": 0,
+        "skip_tokenizer_init": True,
+        "max_model_len": context,
+        "max_num_seqs": max(8, *graphs),
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+    }
     return LLM(str(folder), **always | options)
 
 
@@ -237,19 +260,8 @@ def time_all(
     1 x --prefill tokens and in 8 prompts: the median of five. Milliseconds.
     """
     os.environ["VLLM_PLUGINS"] = ""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
     weights: dict[str, torch.Tensor] = {}
-
-    class Made(BaseModelLoader):
-        def download_model(self, model_config):
-            pass
-
-        def load_weights(self, model, model_config):
-            model.load_weights(iter(list(weights.items())))
-
-    register_model_loader("made")(Made)
+    _register_loader(weights)
     logging.getLogger("vllm.twellctl").addHandler(logging.StreamHandler(sys.stdout))
     print(f"{torch.cuda.get_device_name() if GPU else 'CPU'}, {config}, FP8: {fp8}")
     print("|", *(f"{n} sequences | graphs alone |" for n in batch), f"1 x {prefill} | 8 x |")
@@ -264,6 +276,21 @@ def time_all(
 
             twellctl.vllm.register()
         _measure(written, fires, batch, prefill, own)
+
+
+def _register_loader(weights: dict[str, torch.Tensor]) -> None:
+    """Let vLLM's load format "made" take the `weights` that are there when a model is loaded."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    class Made(BaseModelLoader):
+        def download_model(self, model_config):
+            pass
+
+        def load_weights(self, model, model_config):
+            model.load_weights(iter(list(weights.items())))
+
+    register_model_loader("made")(Made)
 
 
 def _as_exported(config: Path, density: float, fp8: bool, context: int, weights: dict):
@@ -362,38 +389,14 @@ def serve(
 ):
     """Solve TASKS through `vllm serve`, greedily, judged as `twellctl eval --run-code` does.
 
-    --own takes vLLM's own class. Answers go to --out, the server's log beside it.
+    --own takes vLLM's own class. Answers go to --out, the server's log to a file next to it.
     """
-    from openai import OpenAI, OpenAIError  # vLLM brings it
-
     (task,) = read_tasks([tasks])
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
-    command += ["--port", port, "--max-num-seqs", str(STREAMS), *options]
     log = out.with_suffix(".log")
-    with log.open("w") as to:
-        variables = os.environ | ({"VLLM_PLUGINS": ""} if own else {})
-        server = subprocess.Popen(command, env=variables, stdout=to, stderr=to)
-
-    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-
-    def answer(text: str) -> tuple[str, str, int]:
-        how = {"temperature": 0, "top_p": 1, "max_tokens": max_tokens}
-        how |= {"extra_body": {"repetition_penalty": 1}, "timeout": 300}
-        asked = [{"role": "user", "content": text}]
-        try:
-            found = client.chat.completions.create(model=str(folder), messages=asked, **how)
-        except OpenAIError as error:
-            return "", str(error), 0
-        one = found.choices[0]
-        return one.message.content or "", one.finish_reason, found.usage.completion_tokens
-
+    server, port = _start_server(folder, options, own, log)
+    answer = _client(port, str(folder), max_tokens)
     try:
-        while answer("Hello")[1] == "Connection error.":
-            if server.poll() is not None:
-                sys.exit(f"the server ended with {server.returncode}: {log}")
-            time.sleep(1)
+        _wait_for(server, answer, log)
         begin = time.time()
         with ThreadPoolExecutor(STREAMS) as pool:
             answers = list(pool.map(answer, map(prompt_of, task.questions)))
@@ -407,6 +410,52 @@ def serve(
     print(f"{seconds:.0f} s, {ends.count('length')} cut", *set(ends) - {"stop", "length"})
     print(*_told(log), sep="\n")
     out.write_text(json.dumps({"ok": solved, "answers": answers}))
+
+
+def _start_server(
+    folder: Path, options: Sequence[str], own: bool, log: Path
+) -> tuple[subprocess.Popen, int]:
+    """`vllm serve` on a free port, which is returned, too."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    command += ["--port", str(port), "--max-num-seqs", str(STREAMS), *options]
+    variables = os.environ | ({"VLLM_PLUGINS": ""} if own else {})
+    with log.open("w") as to:
+        return subprocess.Popen(command, env=variables, stdout=to, stderr=to), port
+
+
+def _client(port: int, model: str, max_tokens: int) -> Callable[[str], Answer]:
+    """A function from a user's message to the greedy answer."""
+    from openai import OpenAI, OpenAIError  # vLLM brings it
+
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+    def answer(text: str) -> Answer:
+        try:
+            found = client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": text}],
+                temperature=0,
+                top_p=1,
+                max_tokens=max_tokens,
+                extra_body={"repetition_penalty": 1},
+                timeout=300,
+            )
+        except OpenAIError as error:
+            return "", str(error), 0
+        one = found.choices[0]
+        return one.message.content or "", one.finish_reason, found.usage.completion_tokens
+
+    return answer
+
+
+def _wait_for(server: subprocess.Popen, answer: Callable[[str], Answer], log: Path) -> None:
+    """Return when the server answers; exit if it has ended."""
+    while answer("Hello")[1] == "Connection error.":
+        if server.poll() is not None:
+            sys.exit(f"the server ended with {server.returncode}: {log}")
+        time.sleep(1)
 
 
 if __name__ == "__main__":
