@@ -1,4 +1,4 @@
-"""vLLM with twellctl's plugin beside vLLM alone: are answers the same, how fast. For developers.
+"""vLLM with twellctl's plugin and vLLM alone: are answers the same, how fast. For developers.
 
     python .ci/vllm_on_gpu.py equal FOLDER --gpus 0,1
     python .ci/vllm_on_gpu.py time Llama-3.1-8B/config.json --density 0.02 --density 0.05
@@ -90,7 +90,7 @@ def equal(folder: Path, gpus: str = "0", fp8: bool = True):
     failed = [name for name, process in asked.items() if process.wait()]
     off = _step(folder, "judge", ids[:1], TWELL_ROUTE="dense").wait()
     logs = (folder / f"{name}.log" for name in ("make", *asked, "judge"))
-    print(*chain(*map(_told, logs)), sep="\n")
+    print(*chain(*map(_shown_lines, logs)), sep="\n")
     sys.exit(f"failed, see the logs in {folder}: {', '.join(failed)}" if failed else off)
 
 
@@ -103,7 +103,7 @@ def _step(folder: Path, step: str, gpus: list[str], word: str = "", **more) -> s
         return subprocess.Popen(command, env=os.environ | more, stdout=log, stderr=log)
 
 
-def _told(log: Path) -> list[str]:
+def _shown_lines(log: Path) -> list[str]:
     """Rows of tables, and how FFNs run."""
     lines = log.read_text().splitlines()
     return [line for line in lines if line.startswith("| ") or "TwELL, rank" in line]
@@ -161,7 +161,7 @@ def _ids(length: int, seed: int, vocabulary: int = SMALL["vocab_size"]) -> list[
 
 
 def prompts() -> tuple[list[list[int]], list[list[int]]]:
-    """Random ones, the last of which loop; and ones with the same beginning."""
+    """Random prompts, where the last ones loop; and prompts with the same beginning."""
     lengths = [1, 5, 9, 16, 17, 33, 48, 64, 65, 96, 130, 200, 257, 300, 400, 512, 900]
     plain = [_ids(n, n) for n in lengths] + [_ids(6, n) * n for n in (3, 6, 12, 20)]
     return plain, [_ids(200, 0) + _ids(n, n) for n in (3, 9, 20, 31)]
@@ -175,9 +175,9 @@ def ask(folder: Path, setting: str):
         rows, asked = [], [{"prompt_token_ids": ids} for ids in texts]
         for found in llm.generate(asked, _sampling(24, logprobs=0, **more), use_tqdm=False):
             tokens = [*found.prompt_token_ids, *found.outputs[0].token_ids]
-            told = [*(found.prompt_logprobs or [None])[1:], *found.outputs[0].logprobs]
-            pairs = zip(tokens[-len(told) :], told, strict=True)
-            row = {"tokens": tokens, "told": [one[token].logprob for token, one in pairs]}
+            given = [*(found.prompt_logprobs or [None])[1:], *found.outputs[0].logprobs]
+            pairs = zip(tokens[-len(given) :], given, strict=True)
+            row = {"tokens": tokens, "logprobs": [one[token].logprob for token, one in pairs]}
             rows.append(row | {"cached": found.num_cached_tokens or 0})
         return rows
 
@@ -225,20 +225,20 @@ def judge(folder: Path):
         model = AutoModelForCausalLM.from_pretrained(folder / "export", **how).to(DEVICE).eval()
         for text in {tuple(row["tokens"]) for one in answers.values() for row in one["rows"]}:
             ids = torch.tensor([text], device=DEVICE)
-            told = model(ids[:, :-1]).logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])
-            exact.setdefault(text, []).append(told.flatten().cpu())
+            found = model(ids[:, :-1]).logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])
+            exact.setdefault(text, []).append(found.flatten().cpu())
     print("| setting | tokens | mean error, of bf16 | most | first tokens | cached | drafts |")
     for name, answer in answers.items():
         rows, errors = answer["rows"], []
         for row in rows:
-            num, (right, bf16) = len(row["told"]), exact[tuple(row["tokens"])]
-            both = torch.stack((torch.tensor(row["told"]), bf16[-num:]))
+            num, (right, bf16) = len(row["logprobs"]), exact[tuple(row["tokens"])]
+            both = torch.stack((torch.tensor(row["logprobs"]), bf16[-num:]))
             errors.append((both - right[-num:]).abs())
         errors = torch.cat(errors, 1)
         (mean, mean16), (most, most16) = errors.mean(1).tolist(), errors.amax(1).tolist()
         off |= (wrong := not (mean < 1.5 * mean16 and most < 3 * most16))
-        beside = zip(chain(*prompts()), rows, next(iter(answers.values()))["rows"], strict=True)
-        same = [one["tokens"][len(p)] == other["tokens"][len(p)] for p, one, other in beside]
+        pairs = zip(chain(*prompts()), rows, next(iter(answers.values()))["rows"], strict=True)
+        same = [one["tokens"][len(p)] == other["tokens"][len(p)] for p, one, other in pairs]
         print(f"| {name}{' OFF' * wrong} | {errors.shape[1]} | {mean:.4f}, {mean16:.4f}", end="")
         print(f" | {most:.3f}, {most16:.3f} | {sum(same)} of {len(same)}", end="")
         print(f" | {sum(row['cached'] for row in rows)} | {answer['drafts']:.0f} |")
@@ -408,7 +408,7 @@ def serve(
     solved = right(task.questions, texts)
     print(f"{sum(solved):.0f} of {len(solved)} of {task.name}, {sum(tokens)} tokens in", end=" ")
     print(f"{seconds:.0f} s, {ends.count('length')} cut", *set(ends) - {"stop", "length"})
-    print(*_told(log), sep="\n")
+    print(*_shown_lines(log), sep="\n")
     out.write_text(json.dumps({"ok": solved, "answers": answers}))
 
 

@@ -291,7 +291,7 @@ def test_it_shows_where_answers_part(success, silu_llama, relu_llama, tokenizer,
     shown = out.splitlines()
     same = tokenizer.encode("the sum is 391."), tokenizer.encode("the sum is 401.")
     tokens = next(i for i, (a, b) in enumerate(zip(*same, strict=False)) if a != b)
-    assert shown[1] == f"   the same for {tokens} tokens, behind ...'the sum is'"
+    assert shown[1] == f"   the same for {tokens} tokens, after ...'the sum is'"
     assert shown[2:4] == [f"   {silu_llama}: 391.", f"   {relu_llama}: 401."]
     assert shown[6] == "   the same for 0 tokens"
     assert shown[12].endswith("three")

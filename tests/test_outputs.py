@@ -14,7 +14,7 @@ import pytest
 from compiled import EVERY_CASE
 from edits import contents
 
-from twellctl.cli.command import telling
+from twellctl.cli.command import result_writer
 from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.files import outputs, workspace
@@ -261,7 +261,7 @@ def test_the_file_is_written_though_nobody_reads_the_screen(tmp_path):
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        telling(tmp_path / "made.json", "ours", "evaluation")(FOUND, left)
+        result_writer(tmp_path / "made.json", "ours", "evaluation")(FOUND, left)
     assert (tmp_path / "made.json").read_text() == "{}\n"
 
 
@@ -273,7 +273,7 @@ def test_a_link_to_itself_is_refused_before_any_work(refusal, relu_llama, text_f
 
 def test_what_appears_at_a_file_meanwhile_is_not_lost(tmp_path):
     path = tmp_path / "found.json"
-    tell = telling(path, "ours", "evaluation")
+    tell = result_writer(path, "ours", "evaluation")
     path.write_text("precious")
     with pytest.raises(TwellError, match="is no evaluation"):
         tell(FOUND, lambda found: None)

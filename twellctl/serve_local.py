@@ -107,7 +107,7 @@ def load_served_model(
     **how: Any,
 ) -> ServedModel:
     """Weights and tokenizer loaded, the worker started; `how`: what `open_engine` takes."""
-    # torch takes seconds to import: a wrong model, or a port that a server has, is told before
+    # torch takes seconds to import: errors about the model and the port come before it
     from twellctl.decoding.opening import open_engine, told_of_decoder
     from twellctl.models.loading import load_model, load_tokenizer, told_of_place
 

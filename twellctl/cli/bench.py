@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from twellctl.bench.settings import DecodeSettings, ModelSettings
-from twellctl.cli.command import JsonFile, command, show_help, telling
+from twellctl.cli.command import JsonFile, command, result_writer, show_help
 from twellctl.errors import TwellError
 from twellctl.screens import ui
 from twellctl.screens.bench import benched, decoded
@@ -41,9 +41,8 @@ def decode(*, flags: Annotated[dict, DecodeSettings], json: JsonFile = None) -> 
 
     All forms run in the engine of serve-local. The dense form has its own kernels for few tokens,
     in bf16 and in FP8. All continue the same prompts greedily in one run, and the medians of the
-    last steps count. Without MODEL, the model is random, with the shape of --config. Each time
-    has a lower bound beside it: the bytes that a step must read, at the speed at which the GPU
-    copies.
+    last steps count. Without MODEL, the model is random, with the shape of --config. Next to each
+    time is a lower bound: the bytes that a step must read, at the speed at which the GPU copies.
     """
     from twellctl.bench.decode import bench_decode
 
@@ -53,10 +52,10 @@ def decode(*, flags: Annotated[dict, DecodeSettings], json: JsonFile = None) -> 
 def _run(
     bench: Callable[..., Any], settings: Any, json: Path | None, screen: Callable[[Any], None]
 ) -> None:
-    tell = telling(json, "command", "bench")
+    write_result = result_writer(json, "command", "bench")
     # what a compiler prints is no result
     with contextlib.redirect_stdout(sys.stderr), ui.progress("samples") as progress:
         found = bench(settings, note=ui.note, progress=progress)
-    tell(found, screen)
+    write_result(found, screen)
     if found.wrong:
         raise TwellError("; ".join(found.wrong))

@@ -116,7 +116,7 @@ def command(
 
 def _with_options(function: Callable[..., None], is_long: bool) -> Callable[..., None]:
     """`function` with --quiet, and with an option for each setting of KIND where its parameters
-    have `flags: Annotated[dict, KIND]`; if one is `data`, a shell may put more files behind it."""
+    have `flags: Annotated[dict, KIND]`; if one is `data`, more files may follow it."""
     own, parameters = inspect.signature(function).parameters, []
     settings = options_of(get_args(own["flags"].annotation)[1]) if "flags" in own else {}
     for name, parameter in own.items():
@@ -150,7 +150,7 @@ def _with_options(function: Callable[..., None], is_long: bool) -> Callable[...,
 
 
 def _add_files(more: list[str], flags: dict) -> None:
-    """Add the files that a shell has put behind that of --data or --tasks to it."""
+    """Add the files that follow the one of --data or --tasks, as a shell expands *.jsonl."""
     given = {"data", "eval_data", "tasks"} & flags.keys()
     if given not in ({"data"}, {"tasks"}):
         raise UsageError(f"{more[0]}: which flag is it for? repeat it: --data FILE --data FILE")
@@ -181,18 +181,18 @@ def show_help(context: typer.Context) -> None:
         raise typer.Exit
 
 
-def telling(path: Path | None, key: str, kind: str) -> Callable[..., None]:
+def result_writer(path: Path | None, key: str, kind: str) -> Callable[..., None]:
     """Refuse a file that could not be written, or that is not a JSON of that `kind`, with `key`.
 
-    What is returned tells a result: its JSON on stdout in the place of the screen, or in the file
-    `path` beside it. Neither is lost where the other fails; `then` is called after both.
+    The function that is returned shows a result on the screen and writes its JSON to `path`, or
+    only its JSON to stdout. Neither is lost where the other fails; `then` is called after both.
     """
 
     def check() -> None:
         if path is not None and path != STDOUT:
             check_file(path, "the JSON file", kind, lambda path: has_key(path, key))
 
-    def tell(
+    def write_result(
         found: Any, screen: Callable[[Any], None], then: Callable[[Any], None] = lambda found: None
     ) -> None:
         if path == STDOUT:
@@ -206,4 +206,4 @@ def telling(path: Path | None, key: str, kind: str) -> Callable[..., None]:
         then(found)
 
     check()
-    return tell
+    return write_result

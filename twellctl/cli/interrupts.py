@@ -18,13 +18,13 @@ from typing import Any
 EXIT_CODE = 130
 _AGAIN_SECONDS = 0.01
 _came = False
-_was_told = False
+_was_reported = False
 
 
 def heed() -> None:
     """From now on Ctrl-C is `KeyboardInterrupt`, and `came()` true. For the main thread.
 
-    Whoever started this process with Ctrl-C ignored, as a shell does behind `&`, has it so.
+    If Ctrl-C was ignored when this process started, as in a shell's background job, it stays so.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return
@@ -36,8 +36,8 @@ def heed() -> None:
 
 def heed_no_more() -> None:
     """The process ends with the `SystemExit` that is raised; Ctrl-C ends it at once."""
-    global _was_told
-    _was_told = getattr(sys.exception(), "code", None) == EXIT_CODE
+    global _was_reported
+    _was_reported = getattr(sys.exception(), "code", None) == EXIT_CODE
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, _end)
         signal.signal(signal.SIGALRM, _end)
@@ -88,7 +88,7 @@ def _interrupt(signum: int, frame: types.FrameType | None) -> None:
 
 def _end(signum: int, frame: types.FrameType | None) -> None:
     """End this process now, with the code and the line of an interruption."""
-    if not _was_told:
+    if not _was_reported:
         with contextlib.suppress(OSError):  # it may have ended who reads stderr, too
             os.write(2, b"error: interrupted\n")
     for stream in (sys.stdout, sys.stderr):
@@ -103,7 +103,7 @@ def _last() -> None:
     If Ctrl-C went through `exec` of a text (imports do that), Python would end itself by SIGINT and
     not with the code: so an interrupted process ends here.
     """
-    if _was_told:
+    if _was_reported:
         _end(signal.SIGINT, None)
     ignore()
     gc.freeze()  # else Python looks through all that was imported, which takes a second

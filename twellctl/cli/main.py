@@ -24,13 +24,13 @@ def main() -> None:
         if code == 130:  # how typer passes on Ctrl-C
             raise KeyboardInterrupt
     except (Exception, KeyboardInterrupt) as error:
-        code = _told(error)
+        code = _report(error)
     finally:
         ui.activity.over()
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _told(error: BaseException) -> int:
+def _report(error: BaseException) -> int:
     """Say in one line what failed; the exit code. What nobody foresaw is raised again."""
     if not getattr(error, "of_one_process", False):
         _let_the_first_speak()
@@ -63,7 +63,7 @@ def _told(error: BaseException) -> int:
 
 
 def _let_the_first_speak() -> None:
-    """Wait where a launcher has started several processes, most of which fail for one reason.
+    """Wait where a launcher has started several processes, which mostly fail for one reason.
 
     It ends the others soon after the first one has.
     """

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from twellctl.cli.command import JsonFile, telling
+from twellctl.cli.command import JsonFile, result_writer
 from twellctl.cli.use import TemplateArguments
 from twellctl.evaluation.settings import Comparing, Evaluating, Reading
 from twellctl.screens import measure as screen
@@ -30,13 +30,13 @@ def profile(
     """
     from twellctl.firing.profiled import PROFILE_KEY
 
-    tell = telling(json, PROFILE_KEY, "profile")
+    write_result = result_writer(json, PROFILE_KEY, "profile")
     ui.doing(f"reading the text and {model}")
     from twellctl.profile import profile as run
 
     with ui.progress("windows") as progress:
         done = run(model, **flags, progress=progress)
-    tell(done, screen.profiled, partial(screen.next_of_profile, saved_as=json))
+    write_result(done, screen.profiled, partial(screen.next_of_profile, saved_as=json))
 
 
 def evaluate(
@@ -55,12 +55,12 @@ def evaluate(
     verdict on what users will notice.
 
     On tasks, it measures the share of right answers. For choices, that is by likelihood (acc) and
-    by likelihood per character (acc_norm), beside the score of guessing. Other tasks are answered
+    by likelihood per character (acc_norm), next to the score of guessing. Other tasks are answered
     greedily, by --reference too (default: the source in config.json). It shows which were lost.
     """
     from twellctl.evaluation.results import VERSION_KEY
 
-    tell = telling(json, VERSION_KEY, "evaluation")
+    write_result = result_writer(json, VERSION_KEY, "evaluation")
     ui.doing("loading PyTorch and transformers")
     from twellctl.evaluate import evaluate as run
 
@@ -73,7 +73,7 @@ def evaluate(
         progress=stage.show,
         note=ui.note,
     )
-    tell(done, screen.evaluated)
+    write_result(done, screen.evaluated)
 
 
 def compare(

@@ -61,7 +61,7 @@ AllowHosts = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Another name of this server, for example behind a proxy. Repeatable. Requests "
+        help="Another name of this server, for example that of a proxy. Repeatable. Requests "
         "for other names, or from their pages, get 403.",
     ),
 ]

@@ -35,8 +35,8 @@ def find_nvrtc(cuda: str | None, driver_cuda: int) -> Finding:
     if 0 < driver_cuda // 1000 < major:
         what = f"{version} makes code for CUDA {major}, which the driver cannot run"
         return Finding("NVRTC", "bad", what, "update the driver, or use torch and CuPy for CUDA 12")
-    beside = f"torch is for CUDA {cuda}" if cuda else "torch is a CPU build"
-    what = f"{version}, of CUDA {major} ({beside}), compiles for {arch}; {nvrtc.path}"
+    cuda_of_torch = f"torch is for CUDA {cuda}" if cuda else "torch is a CPU build"
+    what = f"{version}, of CUDA {major} ({cuda_of_torch}), compiles for {arch}; {nvrtc.path}"
     return Finding("NVRTC", "ok", what)
 
 
@@ -70,10 +70,10 @@ def _load_kernels() -> Finding:
             few = "" if limits.hopper else ", for few tokens"
             found.append(("ok", f"kernels of {limits.arch}{few}"))
     states = [state for state, _ in found]
-    told = list(dict.fromkeys(what for _, what in found))
+    shown = list(dict.fromkeys(what for _, what in found))
     if "ok" in states:
-        told.append(f"loaded in {time.perf_counter() - start:.1f} s")
-    return Finding("kernels", min(states, key=("bad", "ok", "none").index), ", ".join(told))
+        shown.append(f"loaded in {time.perf_counter() - start:.1f} s")
+    return Finding("kernels", min(states, key=("bad", "ok", "none").index), ", ".join(shown))
 
 
 def find_cache() -> Finding:
@@ -114,6 +114,6 @@ def find_variables() -> Finding:
         requested("auto")
     except ValueError as error:
         return Finding("variables", "bad", str(error), "unset TWELL_ROUTE")
-    except Exception:  # without torch, of which the libraries' line tells
+    except Exception:  # without torch, which the line of the libraries says
         return Finding("variables", "none", what)
     return Finding("variables", "ok" if given else "none", what)

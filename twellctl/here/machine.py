@@ -74,8 +74,10 @@ def find_gpu(driver: Finding, cuda: str | None) -> Finding:
         return Finding("GPU", "bad", what, "reinstall torch")
     if torch.cuda.is_available():
         gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        told = (f"{g.name} (sm_{g.major}{g.minor}, {g.total_memory / 2**30:.0f} GiB)" for g in gpus)
-        return Finding("GPU", "ok", ", ".join(told))
+        shown = (
+            f"{g.name} (sm_{g.major}{g.minor}, {g.total_memory / 2**30:.0f} GiB)" for g in gpus
+        )
+        return Finding("GPU", "ok", ", ".join(shown))
     if driver.state != "ok":
         return Finding("GPU", "none", "none")
     if cuda is None:
@@ -99,12 +101,12 @@ def find_cupy(cuda: str | None) -> Finding:
     unfit = [name for name in wheels if name != f"cupy-{extra(cuda)}"]
     if len(wheels) > 1 or (cuda and unfit):
         advice = f"pip uninstall {' '.join(wheels)}, then {install_advice(cuda)}"
-        return Finding("CuPy", "bad", f"{what}, beside torch for CUDA {cuda}", advice)
+        return Finding("CuPy", "bad", f"{what}, with torch for CUDA {cuda}", advice)
     return Finding("CuPy", "ok", what)
 
 
 def install_advice(cuda: str | None) -> str:
-    """How to install what the kernels need, beside the torch that is there.
+    """How to install what the kernels need, for the torch that is there.
 
     pip keeps the twellctl that is installed.
     """

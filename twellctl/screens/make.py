@@ -104,7 +104,7 @@ def written_so_far(stage: ui.Stage, going: Any) -> None:
     """How far the texts of a `stage` have come (a `Going`)."""
     speed = going.drawn / going.seconds if going.seconds else 0
     left = going.seconds * (1 - going.share) / going.share if going.share else None
-    stage.tell(f"{going.share:.0%}, {speed:.0f} tokens/s", left)
+    stage.report(f"{going.share:.0%}, {speed:.0f} tokens/s", left)
 
 
 def written(done: Any, model: str) -> None:

@@ -10,7 +10,7 @@ from twellctl.screens import ui
 
 ABOVE = 3  # standard errors: a task that is not so far above what needs no model says nothing
 LONGEST = 300  # characters of a question or an answer that is shown
-BEFORE, BEHIND = 60, 240  # of the place where two answers part
+BEFORE, AFTER = 60, 240  # characters, of the place where two answers part
 
 
 def profiled(result: Any) -> None:
@@ -50,7 +50,7 @@ def next_of_profile(result: Any, saved_as: Any) -> None:
 
 
 def note_overlap(text_tokens: int, tokens: int) -> None:
-    """Of a text of so many tokens, whose windows hold so many."""
+    """Note that windows overlap: they hold more `tokens` than the text has."""
     if text_tokens < tokens:
         ui.note(f"the text has {text_tokens} tokens: its windows overlap")
 
@@ -114,13 +114,13 @@ def compared(result: Any) -> None:
             ui.say("")
             continue
         common = " ".join(pair.common.split())
-        before = f", behind ...{common[-BEFORE:]!r}" if common else ""
+        before = f", after ...{common[-BEFORE:]!r}" if common else ""
         ui.say(f"   the same for {counted(pair.tokens, 'token')}{before}")
         for name, rest, ended, repeats in zip(
             result.names, pair.rest, pair.ended, pair.repeats, strict=True
         ):
             end = " [repeats itself]" if repeats else "" if ended else " [cut]"
-            ui.say(f"   {name}: {in_a_line(rest, BEHIND) or '(ends here)'}{end}")
+            ui.say(f"   {name}: {in_a_line(rest, AFTER) or '(ends here)'}{end}")
         ui.say("")
     answered(result.score)
     ui.say(f"{result.names[1]}: {result.score.verdict}")

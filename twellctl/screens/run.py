@@ -88,9 +88,9 @@ class _Show(TrainerCallback):
         ui.note(self._line(state, {"held-out": held_out}))
 
     def _line(self, state: Any, figures: dict[str, str]) -> str:
-        told = (f"{name} {figure}" for name, figure in figures.items())
+        shown = (f"{name} {figure}" for name, figure in figures.items())
         step = f"step {state.global_step}/{state.max_steps}"
-        return "  ".join(filter(None, (step, self.left, *told)))
+        return "  ".join(filter(None, (step, self.left, *shown)))
 
     def _figures(self, rate: float) -> dict[str, str]:
         report = self.trainer.report

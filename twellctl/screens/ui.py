@@ -114,7 +114,7 @@ def word(name: object) -> str:
 
 
 def note(text: str) -> None:
-    """One line beside the result, on stderr."""
+    """One line on stderr, which is no part of the result."""
     stderr.print(printable(text), markup=False, soft_wrap=True)
 
 
@@ -219,18 +219,18 @@ class Stage:
         self._first = self._first or (now, done)
         seconds, some = now - self._first[0], done - self._first[1]
         left = seconds / some * (total - done) if some and seconds > 1 else None
-        self.tell(f"{done} of {total}", left)
+        self.report(f"{done} of {total}", left)
 
-    def tell(self, how_far: str, left: float | None) -> None:
+    def report(self, how_far: str, left: float | None) -> None:
         """And how many seconds are `left`, if that is known."""
-        told = f"{self._what}: {how_far}"
+        text = f"{self._what}: {how_far}"
         if left is not None:
-            told += f", {duration(left)} left"
+            text += f", {duration(left)} left"
         if stderr.is_terminal:
-            doing(told)
+            doing(text)
         elif time.monotonic() - self._said >= LONGEST_SILENCE:
             self._said = time.monotonic()
-            note(told)
+            note(text)
 
 
 @contextlib.contextmanager

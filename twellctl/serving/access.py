@@ -29,7 +29,7 @@ class Access:
     """What is asked of a client."""
 
     key: str | None = None  # None: no key is asked
-    hosts: frozenset[str] = frozenset()  # names this server goes by, beside loopback, in lower case
+    hosts: frozenset[str] = frozenset()  # names of this server besides loopback, in lower case
     beyond_loopback: bool = False  # other machines can reach the address
 
     def check_names(self, http: web.Request) -> None:

@@ -36,7 +36,7 @@ async def answer_errors(http: web.Request, handler: Handler) -> web.StreamRespon
 
 
 def as_api_error(error: Exception, http: web.Request) -> ApiError:
-    """What the client is told; an unexpected failure is logged too, in one line."""
+    """The error that the client gets; an unexpected failure is logged too, in one line."""
     match error:
         case ApiError():
             return error

@@ -21,7 +21,7 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece's spelling
 
 @dataclass(frozen=True)
 class Spelling:
-    """A token's text and its bytes; None if they are part of a character and cannot be told."""
+    """A token's text and its bytes; None if they are part of a character and unknown."""
 
     text: str
     bytes: bytes | None

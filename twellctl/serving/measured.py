@@ -42,7 +42,7 @@ def current() -> Measured:
 
 
 def measuring(*observers: Observer):
-    """The middleware around all others: each observer is told of a request once it is answered."""
+    """The outermost middleware: it calls each observer once a request is answered."""
 
     @web.middleware
     async def measure(http: web.Request, handler: Handler) -> web.StreamResponse:

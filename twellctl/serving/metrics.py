@@ -29,19 +29,19 @@ class Metrics:
     def __init__(self, engine: Engine):
         registry = self._registry = CollectorRegistry()
 
-        def seconds(name: str, told: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        def seconds(name: str, about: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             name = f"twell_{name}_seconds"
-            return Histogram(name, told, labels, buckets=buckets, registry=registry)
+            return Histogram(name, about, labels, buckets=buckets, registry=registry)
 
-        told = "Requests answered; status 499: the client left before the end."
+        about = "Requests answered; status 499: the client left before the end."
         labels = ["endpoint", "status"]
-        self._requests = Counter("twell_requests", told, labels, registry=registry)
-        told = "From a request's headers to the end of its answer."
-        self._request_seconds = seconds("request", told, _SECONDS, "endpoint")
-        told = "From a request's headers to the first token of each choice."
-        self._first_token_seconds = seconds("time_to_first_token", told, _SECONDS)
-        told = "Between two tokens of a choice."
-        self._token_seconds = seconds("time_per_token", told, _TOKEN_SECONDS)
+        self._requests = Counter("twell_requests", about, labels, registry=registry)
+        about = "From a request's headers to the end of its answer."
+        self._request_seconds = seconds("request", about, _SECONDS, "endpoint")
+        about = "From a request's headers to the first token of each choice."
+        self._first_token_seconds = seconds("time_to_first_token", about, _SECONDS)
+        about = "Between two tokens of a choice."
+        self._token_seconds = seconds("time_per_token", about, _TOKEN_SECONDS)
         registry.register(_EngineCollector(engine))
 
     async def response(self, http: web.Request) -> web.Response:
@@ -91,8 +91,8 @@ class _EngineCollector(Collector):
             "twell_sequences_capacity": ("Sequences that can run at once.", stats.capacity),
             "twell_cache_used_ratio": ("Share of the cache that is taken.", stats.cache_used),
         }
-        for name, (told, value) in gauges.items():
-            yield GaugeMetricFamily(name, told, value=value)
+        for name, (about, value) in gauges.items():
+            yield GaugeMetricFamily(name, about, value=value)
         densities = GaugeMetricFamily(
             "twell_density_ratio",
             "Mean share of a layer's neurons that fired for a token.",

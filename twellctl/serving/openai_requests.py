@@ -65,7 +65,7 @@ _LACKING_IN_CHAT: dict[str, tuple] = {
     "web_search_options": (),
 }
 _LACKING_IN_COMPLETIONS: dict[str, tuple] = {"best_of": (1,), "suffix": ("",)}
-# of a message, beside role and content; what is not passed on to the template changes no text
+# fields of a message besides role and content; those not passed on to the template change no text
 _PASSED_ON = {"name", "reasoning_content", "tool_call_id", "tool_calls"}
 _LABELS_OF_MESSAGES = {"annotations", "cache_control", "id"}
 TEXTS = ("text", "input_text", "output_text")  # kinds of parts
@@ -106,7 +106,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """`echo`: the prompt is told first, as the beginning of the answer."""
+    """`echo`: the answer begins with the prompt."""
 
     prompts: list[str | list[int]]
     options: Options
@@ -139,7 +139,7 @@ def parse_chat(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) -> C
 
 
 def _tools(body: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """None where the request says that none shall be called."""
+    """The tools to offer; none if the request forbids calls."""
     tools = body.get("tools", [])
     must = 'must be a list of {"type": "function", "function": {"name": ...}}'
     if not isinstance(tools, list):

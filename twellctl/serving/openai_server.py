@@ -228,7 +228,7 @@ class Endpoints:
         try:
             async with asyncio.timeout(self._limits.farewell_seconds):
                 await events.send(failure)
-        except TimeoutError:  # the client does not read: nothing can be told to it
+        except TimeoutError:  # the client does not read
             if events.http.transport:
                 events.http.transport.abort()
 

@@ -29,7 +29,7 @@ class ServedModel:
     tokenizer: Any
     engine: Engine
     about: dict[str, str] = field(default_factory=dict)
-    names: tuple[str, ...] = ()  # others that it goes by
+    names: tuple[str, ...] = ()  # its other names
     defaults: dict[str, float] = field(default_factory=dict)  # of `openai_requests.DEFAULTS`
     template: dict[str, Any] = field(default_factory=dict)  # what the chat template always knows
     created: int = field(default_factory=lambda: int(time.time()))
@@ -54,7 +54,7 @@ class ServedModel:
 class Task:
     """One choice to make. `continued`: the tokens whose text it goes on from, none in a chat.
 
-    `echoed`: the answer begins with the prompt, of which the engine gets the first token alone.
+    `echoed`: the answer begins with the prompt, and the engine gets only its first token.
     """
 
     index: int
@@ -122,15 +122,15 @@ def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
 
 
 def _echoed(task: Task, vocab_size: int) -> Task:
-    """Each of the prompt's tokens is chosen, as if it was written, and so told with all there is.
+    """The task with a prompt whose tokens are chosen one by one, as if the model wrote them.
 
-    That is a step for each, and no other code of the engine than for an answer.
+    So the engine reports of them what it reports of an answer's tokens. Each takes a step.
     """
     rest = task.prompt[1:]
     sampling = replace(
         task.sampling,
         max_tokens=len(rest) + task.sampling.max_tokens,
-        ignore_eos=True,  # the prompt's are none; `complete` ends behind it
+        ignore_eos=True,  # the prompt may hold end tokens; `complete` ends the answer
         guide=lambda: Given(rest, vocab_size),
     )
     return Task(task.index, task.prompt, [], sampling, echoed=True)

@@ -134,7 +134,7 @@ class ResponseAnswer(Answer):
     ) -> dict[str, Any]:
         item = None if text is None else self._item(text, reason)
         cut = {"reason": "max_output_tokens"} if reason == "length" else None
-        told = usage and {
+        counts = usage and {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": usage.completion_tokens,
@@ -150,7 +150,7 @@ class ResponseAnswer(Answer):
             "output": [] if item is None else [item],
             "incomplete_details": cut,
             "error": None,
-            "usage": told,
+            "usage": counts,
             "temperature": self.options.sampling.temperature,
             "top_p": self.options.sampling.top_p,
             "parallel_tool_calls": False,

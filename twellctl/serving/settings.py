@@ -1,4 +1,4 @@
-"""What `twellctl serve-local` is told: flags, help, defaults and bounds in one table. No torch."""
+"""The settings of `twellctl serve-local`: flags, help, defaults, bounds in one table. No torch."""
 
 from dataclasses import dataclass
 

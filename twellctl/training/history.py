@@ -13,7 +13,7 @@ from twellctl.training.trainer import SparseTrainer
 
 
 class History(TrainerCallback):
-    """Writes as the run goes. A resumed run goes on behind the step of its checkpoint.
+    """Writes as the run goes. A resumed run goes on after the step of its checkpoint.
 
     `loss`, `teacher_kl` and the densities are those of the step's own text; `held_out`,
     `held_out_kl` (with a teacher) and `held_out_density` are there where the step was followed by

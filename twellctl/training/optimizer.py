@@ -104,7 +104,7 @@ EMBEDDINGS_EPS = 0.1  # AdamW's eps for embeddings and head, in even shares of a
 MOMENTUM = 0.95
 ADAMW_SIZE = 0.2  # root mean square of a usual AdamW step, in learning rates
 RATE_BY_SIZE = 0.015  # over the rms of weights: 0.3 % of a matrix a step (LAB.md)
-OF_WHAT_WORKS = 0.1  # of that, where a model is as it shall stay: more costs it rare knowledge
+OF_WHAT_WORKS = 0.1  # of that, for a model that works already: more costs it rare knowledge
 AT_ONCE = 1 << 26  # weights that are orthogonalised together
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of x, x^3, x^5: steep at 0, five times within 0.7-1.2
 

@@ -1,4 +1,4 @@
-"""Gates of which every neuron that fires has a price, with shifts that are trained.
+"""Gates with a price on every neuron that fires, with shifts that are trained.
 
     gate'  = gate - shift * (direction . x)      a shift a neuron, a direction a layer
     active = relu(gate')
@@ -33,11 +33,11 @@ from twellctl.training.processes import is_one_of_several
 
 SLOPE = 0.05  # width of the sigmoid of the backward pass
 RIDGE = 1e-2  # of the mean square of an input, added to each when a direction is fitted
-TOKENS_A_WEIGHT = 8  # so many tokens for each weight of a direction, to fit it
+TOKENS_A_WEIGHT = 8  # tokens for each weight of a direction that is fitted
 
 
 class PricedGate(nn.Module):
-    """In the place of an FFN's activation, behind a product that `shifted` corrects."""
+    """Takes the place of an FFN's activation, after a product that `shifted` corrects."""
 
     def __init__(self, num_neurons: int, hidden_size: int, map_neurons: int, price: Tensor):
         super().__init__()
@@ -51,7 +51,7 @@ class PricedGate(nn.Module):
         self.fired = torch.zeros((), device=device)
 
     def shifted(self, product: nn.Module, args: tuple[Tensor], gate: Tensor) -> Tensor:
-        """The forward hook of the gate product, which may have up behind its columns."""
+        """The forward hook of the gate product, whose last columns may be those of up."""
         by = (args[0].float() @ self.direction)[..., None] * self.shift
         if gate.shape[-1] > len(self.shift):
             by = nn.functional.pad(by, (0, gate.shape[-1] - len(self.shift)))

@@ -24,7 +24,7 @@ UNNAMED_TEACHER = "a local model"  # in the place of its path
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `twellctl finetune` is told, besides MODEL and OUT."""
+    """The settings of `twellctl finetune`, besides MODEL and OUT."""
 
     data: list[str] = setting(
         [],

@@ -1,6 +1,6 @@
 """Checkpoints of sharded runs, by PyTorch's distributed checkpointing.
 
-Each process writes the rows that it holds, beside the next steps; any number of processes reads
+Each process writes the rows that it holds, during the next steps; any number of processes reads
 them again, each the rows that it holds then.
 """
 

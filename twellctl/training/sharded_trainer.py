@@ -1,7 +1,7 @@
 """The Trainer of a run whose weights are sharded over its processes.
 
-What it does in a step beside `SparseTrainer`: gradients are averaged over processes as FSDP2 goes
-through the backward pass, those of the gates' shifts, of which each process has all, at its end.
+In a step it also averages gradients over processes: most as FSDP2 goes through the backward pass,
+those of the gates' shifts, which each process has in full, at its end.
 """
 
 from pathlib import Path

@@ -72,7 +72,7 @@ def rows(length: int, rank: int, world_size: int) -> slice:
 def load_sharded(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, activation: str | None = None
 ) -> PreTrainedModel:
-    """As `load_model`, sharded over all processes, each of which reads its own rows only."""
+    """As `load_model`, sharded over all processes, and each reads only its own rows."""
     model = in_all(lambda: without_values(checkpoint, dtype, activation))
     buffers = dict(model.named_buffers())
     shard(model, device)

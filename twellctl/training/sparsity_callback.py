@@ -11,7 +11,7 @@ from twellctl.training.trainer import SparseTrainer
 
 
 class NoStepLeft(Exception):
-    """A run was resumed behind its last step, where transformers would train one step more."""
+    """A run was resumed after its last step, where transformers would train one step more."""
 
 
 class SparsityCallback(TrainerCallback):

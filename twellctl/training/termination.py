@@ -23,8 +23,8 @@ def _ask(_: None) -> int:
 
 
 @contextlib.contextmanager
-def answered(tell: Callable[[], None], seconds: float = SECONDS) -> Iterator[None]:
-    """If after a SIGTERM the block stands still for `seconds`, `tell` and end the process with 1.
+def answered(report: Callable[[], None], seconds: float = SECONDS) -> Iterator[None]:
+    """If after a SIGTERM the block stands still for `seconds`, `report` and end the process with 1.
 
     A block that goes on, to a checkpoint say, is left alone. Does nothing where this is not the
     main thread.
@@ -35,7 +35,7 @@ def answered(tell: Callable[[], None], seconds: float = SECONDS) -> Iterator[Non
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     left = threading.Event()
-    watch = threading.Thread(target=_watch, args=(read_end, left, tell, seconds), daemon=True)
+    watch = threading.Thread(target=_watch, args=(read_end, left, report, seconds), daemon=True)
     watch.start()
     before = signal.set_wakeup_fd(write_end)  # written to by the system's handler, not Python's
     try:
@@ -48,15 +48,17 @@ def answered(tell: Callable[[], None], seconds: float = SECONDS) -> Iterator[Non
         os.close(read_end)
 
 
-def _watch(read_end: int, left: threading.Event, tell: Callable[[], None], seconds: float) -> None:
+def _watch(
+    read_end: int, left: threading.Event, report: Callable[[], None], seconds: float
+) -> None:
     while came := os.read(read_end, 1):
         if came[0] == signal.SIGTERM and _stands_still(left, seconds):
-            tell()
+            report()
             os._exit(1)
 
 
 def _stands_still(left: threading.Event, seconds: float) -> bool:
-    """Wait until the main thread did not answer for so long; False once it `left`."""
+    """Wait until the main thread has not answered for `seconds`; False once it `left`."""
     step = seconds / _LOOKS
     while True:
         _heard.clear()

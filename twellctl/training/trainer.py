@@ -77,7 +77,7 @@ class SparseTrainer(Trainer):
         note: Callable[[str], None],
         **kwargs: Any,
     ):
-        """`captures`: replay parts of a step as a CUDA graph; `note` is told where that fails."""
+        """`captures`: replay parts of a step as a CUDA graph; `note` says why that failed."""
         # what `Blocks` gives is a batch already
         super().__init__(data_collator=lambda batch: batch, **kwargs)
         # nothing is to be wrapped around the model
@@ -223,9 +223,9 @@ class SparseTrainer(Trainer):
         """After an optimizer step: move the schedule; True if a process was interrupted."""
         means = torch.stack(self._sums).mean(0)
         names, odd = self._checked
-        told = torch.cat([means, odd, means.new_tensor([float(interrupted)])])
+        summed = torch.cat([means, odd, means.new_tensor([float(interrupted)])])
         self._sums.clear()
-        *means, odd, stop = self.accelerator.reduce(told, reduction="mean").tolist()
+        *means, odd, stop = self.accelerator.reduce(summed, reduction="mean").tolist()
         self.report = StepReport(*means[:2], density_by_layer=means[2:], l1=self.schedule.l1)
         if not math.isfinite(self.report.cross_entropy):
             raise TwellError(
@@ -254,7 +254,7 @@ class SparseTrainer(Trainer):
         self._captured, self._parts_run = None, 0
 
     def sparsity_state(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the Trainer's own."""
+        """What a checkpoint must hold besides the Trainer's own."""
         return {
             "schedule": dict(vars(self.schedule)),
             "report": vars(self.report),
@@ -364,8 +364,8 @@ class SparseTrainer(Trainer):
         """Of vectors `[size]`, over those of all processes; one may have none."""
         device = self.args.device
         total = torch.stack(found).sum(0) if found else torch.zeros(size, device=device)
-        told = torch.cat([total, torch.tensor([float(len(found))], device=device)])
-        *sums, count = self.accelerator.reduce(told, reduction="sum").tolist()
+        summed = torch.cat([total, torch.tensor([float(len(found))], device=device)])
+        *sums, count = self.accelerator.reduce(summed, reduction="sum").tolist()
         return [value / count for value in sums]
 
 
