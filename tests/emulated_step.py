@@ -9,7 +9,7 @@ from emulated_kernels import EmulatedKernels
 from torch import Tensor
 
 from twellctl.bundle.twell_fp8 import round_weight
-from twellctl.bundle.twell_spec import E4M3_END, step_entry
+from twellctl.bundle.twell_spec import step_entry
 from twellctl.decoding.screened import screen_copy
 
 PAGE, EPS = 64, 1e-5
@@ -159,7 +159,7 @@ def emulate(
     inputs = token, position, model.table, model.embeddings, model.last_norm, model.head
     for i, seed in enumerate(seeds):
         kernels.launch(
-            step_entry(K, D, form, E4M3_END if model.fp8 else ""),
+            step_entry(K, D, form, "e4m3" if model.fp8 else "bf16"),
             (blocks,),
             288,
             (

@@ -47,17 +47,17 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | Non
     return (y if bias is None else y + bias.double()).bfloat16()
 
 
-def random_problem(M: int, K: int, N: int, level: float, seed: int, end: str = "") -> Problem:
-    """`level`: of the gate's mean, in its standard deviations; `end` E4M3_END: e4m3 weights."""
+def random_problem(M: int, K: int, N: int, level: float, seed: int, kind: str = "bf16") -> Problem:
+    """`level`: of the gate's mean, in its standard deviations; `kind`: of weights."""
     generator = torch.Generator().manual_seed(seed)
 
     def whole(*shape: int, most: int) -> Tensor:
         return torch.randint(-most, most + 1, shape, generator=generator).bfloat16()
 
     def powers(num: int) -> Tensor | None:
-        return 2.0 ** torch.randint(-1, 2, (num,), generator=generator) if end else None
+        return 2.0 ** torch.randint(-1, 2, (num,), generator=generator) if kind == "e4m3" else None
 
-    full, dtype = bool(seed % 2), torch.float8_e4m3fn if end else torch.bfloat16
+    full, dtype = bool(seed % 2), torch.float8_e4m3fn if kind == "e4m3" else torch.bfloat16
     gate = ((torch.randn(M, N, generator=generator) + level) * 8).round().bfloat16()
     return Problem(
         whole(M, K, most=1),

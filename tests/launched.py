@@ -18,18 +18,20 @@ def bf16(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-def zero_ffn(K: int, N: int, biases: bool, end: str = "") -> FFN:
-    """Weights of zeros; by `end` in e4m3, with scales."""
-    weights = [bf16(N, K).to(torch.float8_e4m3fn) if end else bf16(N, K) for _ in range(3)]
+def zero_ffn(K: int, N: int, biases: bool, kind: str = "bf16") -> FFN:
+    """Weights of zeros; in e4m3 with scales."""
+    weights = [
+        bf16(N, K).to(torch.float8_e4m3fn) if kind == "e4m3" else bf16(N, K) for _ in range(3)
+    ]
     rest = [bf16(n) if biases else None for n in (N, N, K)]
-    return FFN(*weights, *rest, *(torch.ones(n) if end else None for n in (N, N, K)))
+    return FFN(*weights, *rest, *(torch.ones(n) if kind == "e4m3" else None for n in (N, N, K)))
 
 
-def ways_by_tokens(limits: Limits, *, N: int, K: int, end: str = "") -> Iterator[str]:
-    """The table for one FFN, a line for each range of numbers of tokens; `end` as in `Problem`."""
+def ways_by_tokens(limits: Limits, *, N: int, K: int, kind: str = "bf16") -> Iterator[str]:
+    """The table for one FFN, a line for each range of numbers of tokens; `kind` as in `Problem`."""
     found: dict[tuple[str, ...], list[int]] = {}
     for M in (*range(1, FEW_TOKENS + 2), 4096, 4097):
-        problem = Problem(M, N, K, limits, end=end)
+        problem = Problem(M, N, K, limits, kind=kind)
         found.setdefault(tuple(way.name for way in ways_of("auto", problem)), []).append(M)
     for names, tokens in found.items():
         last = "" if tokens[-1] == 4097 else f" to {tokens[-1]}"

@@ -1,8 +1,10 @@
-"""`up`, `hidden` and `down` by themselves, over lists of list_builder.py; e4m3 by `end`."""
+"""`up`, `hidden` and `down` by themselves, over lists of list_builder.py, for a kind of weights."""
 
 import numpy as np
 import torch
 from list_builder import Lists, masks_of
+
+from twellctl.bundle.twell_spec import entry
 
 DOWN_STAGES = 32768  # bytes of shared memory beside a panel
 
@@ -19,15 +21,22 @@ def nan(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def run_up(
-    kernels, device: str, lists: Lists, x, w_up, ranges: tuple[int, int], slabs: int, end: str = ""
+    kernels,
+    device: str,
+    lists: Lists,
+    x,
+    w_up,
+    ranges: tuple[int, int],
+    slabs: int,
+    kind: str = "bf16",
 ) -> torch.Tensor:
     """float32 [Q, places], over NaN; `ranges`: slabs of each, and those of neurons."""
-    shape, K, width = lists.shape, x.shape[1], 128 if end else 64
+    shape, K, width = lists.shape, x.shape[1], 128 if kind == "e4m3" else 64
     num_ranges = -(-(K // width) // ranges[0])
     places = shape.num_tiles * shape.tile_tokens * shape.cap
     partial = nan(num_ranges, places, device=device)
     kernels.launch(
-        f"up{end}",
+        entry("up", kind),
         (shape.num_tiles, num_ranges, ranges[1]),
         512,
         (
@@ -41,14 +50,22 @@ def run_up(
 
 
 def run_hidden(
-    kernels, device: str, lists: Lists, partial, bias, grid, room: int, end: str = "", scales=None
+    kernels,
+    device: str,
+    lists: Lists,
+    partial,
+    bias,
+    grid,
+    room: int,
+    kind: str = "bf16",
+    scales=None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Bits of the rounds, and masks; `scales` of tokens and of neurons."""
     shape, rounds = lists.shape, there(lists.rounds, device).clone()
     masks = torch.zeros(masks_of(lists).shape, dtype=torch.int32, device=device)
     made = there(lists.num_rounds, device), rounds, masks, None
     kernels.launch(
-        f"hidden{end}",
+        entry("hidden", kind),
         grid or (shape.num_tiles,),
         512,
         (
@@ -64,17 +81,17 @@ def run_hidden(
 
 
 def run_down(
-    kernels, device: str, lists: Lists, rounds, w_down, bias, splits: int, end="", scales=()
+    kernels, device: str, lists: Lists, rounds, w_down, bias, splits: int, kind="bf16", scales=()
 ) -> np.ndarray:
     """float32 [M, K]: y, over NaN; `w_down` [N, K]; `scales` of tokens and of columns."""
-    shape, K, width = lists.shape, w_down.shape[1], 32 if end else 16
+    shape, K, width = lists.shape, w_down.shape[1], 32 if kind == "e4m3" else 16
     y = nan(shape.M, K, device=device, dtype=torch.bfloat16)
     sums = nan(8 * shape.num_groups, K, device=device) if shape.num_panels > 1 else None
     given = (w_down, bias, lists.num_rounds, rounds, masks_of(lists))
     given = [there(part, device) for part in given]
     for panel in range(shape.num_panels):
         kernels.launch(
-            f"down{end}",
+            entry("down", kind),
             (K // width, splits),
             512,
             (

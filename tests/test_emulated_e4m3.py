@@ -22,7 +22,7 @@ from twellctl.bundle.twell_e4m3 import quantise_inputs, quantise_rows
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_plan import Limits, make_plan
 from twellctl.bundle.twell_sequence import PairLists, launch_down, launch_hidden, launch_up
-from twellctl.bundle.twell_spec import E4M3_END, HEAVY_WALK_SIZE
+from twellctl.bundle.twell_spec import HEAVY_WALK_SIZE
 from twellctl.bundle.twell_walk import plan_heavy_walk, plan_walk
 
 pytestmark = needs_emulator
@@ -157,7 +157,7 @@ def without_maps() -> Iterator[None]:
 def walked(kernels: EmulatedKernels, problem, seed: int = 1) -> Walks:
     """Checks y of all finite rows against float64, and which rows are heavy."""
     gate = problem.gate().bfloat16()
-    walks, cap = Walks(kernels, seed), plan_walk(*walk_sizes(problem), H200, E4M3_END).cap
+    walks, cap = Walks(kernels, seed), plan_walk(*walk_sizes(problem), H200, "e4m3").cap
     with without_maps():
         y = of_many.by_walk_gate(walks, problem)
     fired = fires(gate)
@@ -167,7 +167,7 @@ def walked(kernels: EmulatedKernels, problem, seed: int = 1) -> Walks:
     of_heavy = walks.rows.view(torch.uint8)[: len(walks.heavy)]
     assert torch.equal(of_heavy, values[walks.heavy])
     finite = gate.isfinite().all(1)
-    if plan_heavy_walk(problem.ffn.N, problem.ffn.K, H200, E4M3_END, packed=False):
+    if plan_heavy_walk(problem.ffn.N, problem.ffn.K, H200, "e4m3", packed=False):
         assert not y[~finite].isfinite().any()
     else:
         finite &= ~heavy
@@ -204,14 +204,14 @@ def test_walks_of_more_tokens_than_multiprocessors(kernels):
     few = Limits(8, 232448, (9, 0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_lists, "limits", lambda: few)
-        assert plan_walk(*walk_sizes(problem), few, E4M3_END).ways == 1
+        assert plan_walk(*walk_sizes(problem), few, "e4m3").ways == 1
         walked(kernels, problem)
 
 
 def test_walks_of_no_pair_of_all_and_of_as_many_as_the_list_holds(kernels):
     torch.manual_seed(2)
     N = 520
-    cap = plan_walk(5, N, 512, H200, E4M3_END).cap
+    cap = plan_walk(5, N, 512, H200, "e4m3").cap
     fired = torch.zeros(5, N, dtype=torch.bool)
     fired[1] = True
     for row, num in ((2, cap), (3, cap + 1), (4, 1)):

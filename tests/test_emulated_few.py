@@ -8,7 +8,7 @@ from emulated_kernels import EmulatedKernels, needs_emulator
 from test_emulated_grad import asked, on_cpu
 
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_spec import E4M3_END, few_down_entries
+from twellctl.bundle.twell_spec import few_down_entries
 
 pytestmark = needs_emulator
 
@@ -56,8 +56,8 @@ class FewKernels(EmulatedKernels):
 
     def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
         """As `KernelSet.launch`; the kernel in front has always ended."""
-        end = E4M3_END if name.endswith(E4M3_END) else ""
-        sizes = few_down_entries(H200.capability, end).get(name)
+        kind = "e4m3" if name.endswith("_e4m3") else "bf16"
+        sizes = few_down_entries(H200.capability, kind).get(name)
         walk = re.match(r"few_walk_(\d)", name)
         cluster = sizes.blocks if sizes else int(walk[1]) if walk else 1
         super().launch(name, grid, block, args, smem_bytes, cluster=cluster)

@@ -20,7 +20,6 @@ from test_emulated_grad import of_grad
 
 from twellctl.bundle.twell_few_walk import plan_few_walk
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.here.resources import kernel_files
 
 pytestmark = needs_emulator
@@ -30,18 +29,18 @@ def walk(kernels: EmulatedKernels) -> None:
     """Two tokens, one of which has several batches of pairs."""
     problem = emulated_walk.random_problem(2, 576, 264, 0.0, 1)
     limits = Limits(132, 232448, (9, 0))
-    plan = plan_few_walk(2, 264, 576, limits, lambda *asked: 2)
+    plan = plan_few_walk(2, 264, 576, limits, lambda *asked: 2, "bf16")
     y, _ = emulated_walk.emulate(kernels, plan, problem, 1)
     assert torch.equal(y, problem.y)
 
 
 def pairs_e4m3(kernels: EmulatedKernels) -> None:
     """The same over e4m3 weights: x differs within a quad, h grows from batch to batch."""
-    problem = emulated_walk.random_problem(2, 640, 264, 0.0, 1, E4M3_END)
+    problem = emulated_walk.random_problem(2, 640, 264, 0.0, 1, "e4m3")
     problem.x.view(2, 10, 2, 32)[:, :, 1] *= 4
     problem.gate[:, 200:] *= 256
     limits = Limits(132, 232448, (9, 0))
-    plan = plan_few_walk(2, 264, 640, limits, lambda *asked: 0, E4M3_END)  # two blocks
+    plan = plan_few_walk(2, 264, 640, limits, lambda *asked: 0, "e4m3")  # two blocks
     y, _ = emulated_walk.emulate(kernels, plan, problem, 1)
     assert torch.equal(y, problem.y)
 
@@ -100,17 +99,17 @@ def walk_e4m3(kernels: EmulatedKernels) -> None:
     walked(kernels, problem)
 
 
-def heavy_rows(kernels: EmulatedKernels, end: str = "") -> None:
+def heavy_rows(kernels: EmulatedKernels, kind: str = "bf16") -> None:
     """Few heavy rows behind either gate; no tile, some and all are multiplied anew."""
     by_clusters = test_heavy_walk.OnCpu(kernels.sources)
-    problem = test_heavy_walk.random_problem(3, 128, 4360, end, seed=1)
+    problem = test_heavy_walk.random_problem(3, 128, 4360, kind, seed=1)
     for packed, slots in ((True, 256), (True, 115), (True, 2), (False, 1)):
         y = test_heavy_walk.walked(by_clusters, problem, [2, 0], packed, slots)
         test_heavy_walk.check(problem, y, [2, 0])
 
 
 def heavy_rows_e4m3(kernels: EmulatedKernels) -> None:
-    heavy_rows(kernels, E4M3_END)
+    heavy_rows(kernels, "e4m3")
 
 
 @dataclass(frozen=True)

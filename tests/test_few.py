@@ -25,7 +25,7 @@ from twellctl.bundle.twell_few import (
 from twellctl.bundle.twell_few_walk import few_walk_entries
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES, entries_of
+from twellctl.bundle.twell_spec import ENTRY_FILES, KINDS, entries_of, entry
 
 H200 = Limits(132, 232448, (9, 0))
 A100 = Limits(108, 166912, (8, 0))
@@ -33,13 +33,12 @@ L4 = Limits(58, 101376, (8, 9))
 DEVICES = {"H200": H200, "A100": A100, "L4": L4}
 TOKENS = [1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 64]
 LENGTHS = [64, 128, 576, 2048, 4096, 14336, 65536]
-ENDS = ["", E4M3_END]
 NEURONS = [8, 16, 24, 520, 5632, 14336, 65536]
 
 
-def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, end="", **more):
+def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, kind="bf16", **more):
     """What the FFN, few_gated and few_linear launch; `full`: with biases, a residual, counts."""
-    x, ffn = bf16(M, K), zero_ffn(K, N, full, end)
+    x, ffn = bf16(M, K), zero_ffn(K, N, full, kind)
     residual = bf16(M, K) if full else None
     counts = torch.zeros(M, dtype=torch.int32) if full else None
     kernels = Launches()
@@ -70,7 +69,7 @@ def test_grids_are_those_of_the_kernels(M, limits):
         hidden, fired = made["few_hidden"][3][9:11]
         assert made["few_down"][3][1] is hidden
         assert made["few_down"][3][2] is fired
-        assert hidden.shape == (N, 8 * plan_few(M, N, K, limits).octets)
+        assert hidden.shape == (N, 8 * plan_few(M, N, K, limits, "bf16").octets)
         assert len(fired) >= -(-N // 16)
         assert fired.dtype == torch.int16
 
@@ -98,7 +97,7 @@ def test_few_linear_has_stages_for_what_it_does():
     """Of a 1.5B model on an H200: q, k and v; o; the head."""
 
     def names(M: int, N: int, limits: Limits = H200) -> tuple[str, str]:
-        plan = plan_few(M, N, 2048, limits)
+        plan = plan_few(M, N, 2048, limits, "bf16")
         return plan.linear.name.removeprefix("few_linear_"), plan.ahead.name[11:]
 
     assert names(1, 6144) == ("1", "1_ahead")
@@ -122,33 +121,33 @@ def test_every_entry_is_planned_and_has_its_source():
         for M in range(1, FEW_TOKENS + 1)
         for N in (520, 65536)
         for K in LENGTHS
-        for end in ENDS
-        for launch in launches_of(plan_few(M, N, K, limits, end))
+        for kind in KINDS
+        for launch in launches_of(plan_few(M, N, K, limits, kind))
     }
     files = {"ffn/few_linear.cu", "decode/few_gated.cu", "ffn/few_hidden.cu", "ffn/few_down.cu"}
-    files |= {f"{file.removesuffix('.cu')}{E4M3_END}.cu" for file in files}
+    files |= {f"{entry(file.removesuffix('.cu'), 'e4m3')}.cu" for file in files}
     assert planned == {entry for entry, file in ENTRY_FILES.items() if file in files}
-    own = {entry for end in ENDS for entry in few_walk_entries(end)}
-    prepared = {entry for end in ENDS for entry in few_kernels(H200, end)}
-    dense = {entry for end in ENDS for entry in few_dense_kernels(H200, end)}
+    own = {entry for kind in KINDS for entry in few_walk_entries(kind)}
+    prepared = {entry for kind in KINDS for entry in few_kernels(H200, kind)}
+    dense = {entry for kind in KINDS for entry in few_dense_kernels(H200, kind)}
     assert planned | own == prepared | dense
     assert {entry for entry in dense - prepared if not entry.startswith("few_gated")} == set()
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", DEVICES)
-def test_all_that_is_taken_fits_and_is_prepared(name, end):
+def test_all_that_is_taken_fits_and_is_prepared(name, kind):
     limits, seen = DEVICES[name], 0
-    prepared, of_dense = few_kernels(limits, end), {*few_dense_kernels(limits, end)}
+    prepared, of_dense = few_kernels(limits, kind), {*few_dense_kernels(limits, kind)}
     for M in range(FEW_TOKENS + 2):
         for N in NEURONS:
             for K in LENGTHS if 1 <= M <= FEW_TOKENS else ():
-                plan = plan_few(M, N, K, limits, end)
-                if takes_few(M, N, limits, end):
+                plan = plan_few(M, N, K, limits, kind)
+                if takes_few(M, N, limits, kind):
                     assert max(plan.hidden.smem_bytes, plan.down.smem_bytes) <= limits.smem_bytes
                     assert {plan.hidden.name, plan.down.name} <= set(prepared)
                     seen += 1
-                if takes_few_dense(M, limits, end):
+                if takes_few_dense(M, limits, kind):
                     dense = plan.gated, plan.linear, plan.ahead
                     assert max(launch.smem_bytes for launch in dense) <= limits.smem_bytes
                     assert {launch.name for launch in dense} <= of_dense
@@ -157,17 +156,19 @@ def test_all_that_is_taken_fits_and_is_prepared(name, end):
 
 def test_what_a_kernel_declares_counts_too():
     N = 65536  # for which few_down asks for the most
-    most = plan_few(8, N, 64, H200).down.smem_bytes + twell_few._DOWN_STATIC
-    assert takes_few(8, N, replace(H200, smem_bytes=most))
-    assert not takes_few(8, N, replace(H200, smem_bytes=most - 1))
+    most = plan_few(8, N, 64, H200, "bf16").down.smem_bytes + twell_few._DOWN_STATIC
+    assert takes_few(8, N, replace(H200, smem_bytes=most), "bf16")
+    assert not takes_few(8, N, replace(H200, smem_bytes=most - 1), "bf16")
 
 
 @pytest.mark.parametrize("N", [8, 5632, 14336])
 def test_the_h200_takes_all(N):
-    for end in ENDS:
+    for kind in KINDS:
         tokens = range(1, FEW_TOKENS + 1)
-        assert all(takes_few(M, N, H200, end) and takes_few_dense(M, H200, end) for M in tokens)
-    assert not any(takes_few(M, N, H200) or takes_few_dense(M, H200) for M in (0, FEW_TOKENS + 1))
+        assert all(takes_few(M, N, H200, kind) and takes_few_dense(M, H200, kind) for M in tokens)
+        for M in (0, FEW_TOKENS + 1):
+            assert not takes_few(M, N, H200, kind)
+            assert not takes_few_dense(M, H200, kind)
 
 
 # ---- sizes, judged by the compiler ----
@@ -185,18 +186,18 @@ TEMPLATES = {
 }
 
 
-def claims_of(file: str, limits: Limits, end: str = "") -> list[str]:
+def claims_of(file: str, limits: Limits, kind: str = "bf16") -> list[str]:
     """That each launch planned of a file's kernels has just the shared memory that they ask for."""
     claims = {}
     for M in TOKENS:
-        for K in (K for K in LENGTHS if not (end and K % 128)):  # more than it takes
+        for K in (K for K in LENGTHS if not (kind == "e4m3" and K % 128)):  # more than it takes
             for N in NEURONS:
-                plan = plan_few(M, N, K, limits, end)
+                plan = plan_few(M, N, K, limits, kind)
                 for launch in launches_of(plan):
                     if launch.name.startswith(Path(file).stem):
                         entries = entries_of(ENTRY_FILES[launch.name], limits.capability)
                         arguments = entries[launch.name]
-                        assert arguments.octets == plan.octets or M <= 2
+                        assert arguments[1] == plan.octets or M <= 2
                         given = ", ".join(str(int(value)) for value in arguments)
                         if not launch.name.startswith("few_down"):
                             given = f"few::Sizes<{given}>"
@@ -205,15 +206,15 @@ def claims_of(file: str, limits: Limits, end: str = "") -> list[str]:
     return list(claims)
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("file", TEMPLATES)
 @pytest.mark.parametrize(
     ("limits", "arch"),
     [(H200, "sm_90a"), (A100, "sm_80"), (L4, "sm_89")],
     ids=["H200", "A100", "L4"],
 )
-def test_shared_memory_is_what_the_kernels_ask_for(file, limits, arch, end):
-    claims = claims_of(file, limits, end)
+def test_shared_memory_is_what_the_kernels_ask_for(file, limits, arch, kind):
+    claims = claims_of(file, limits, kind)
     assert len(claims) > 100
     compile_claims(file, [*claims, f"few::kThreads == {twell_few._BLOCK}"], arch)
 

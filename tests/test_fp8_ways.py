@@ -31,8 +31,8 @@ K, N = 128, 256
     ],
 )
 def test_who_takes_fp8_weights(limits, lines):
-    assert list(ways_by_tokens(limits, N=5632, K=2048, end="_e4m3")) == lines
-    given = Problem(4096, 5632, 2048, limits, end="_e4m3")
+    assert list(ways_by_tokens(limits, N=5632, K=2048, kind="e4m3")) == lines
+    given = Problem(4096, 5632, 2048, limits, kind="e4m3")
     own = ["walk_gate", "lists"] if limits.hopper else ["dense"]
     assert [way.name for way in ways_of("twell", given)] == own
 
@@ -87,7 +87,7 @@ def test_all_ways_are_measured_and_kept_apart_from_those_of_bf16(operator):
     many = ["walk_gate", "lists", "dense"]
     assert operator.timed == [["pairs", "union", "dense"], many]
     kinds = twell_route.known_choices()
-    assert all("_e4m3" in kind.kernels for kind in kinds)
+    assert all("e4m3" in kind.kernels for kind in kinds)
     assert {kind.density for kind in kinds} == {None}
 
 
@@ -123,8 +123,8 @@ def test_the_route_dense_loads_its_own_kernels_alone():
 
 
 def test_kernels_round_for_the_way_dense_on_hopper_alone():
-    for limits, end, run in ((H200, "_e4m3", 1), (B200, "_e4m3", 0), (H200, "", 0)):
-        (way,) = ways_of("dense", Problem(100, 5632, 2048, limits, end=end))
+    for limits, kind, run in ((H200, "e4m3", 1), (B200, "e4m3", 0), (H200, "bf16", 0)):
+        (way,) = ways_of("dense", Problem(100, 5632, 2048, limits, kind=kind))
         assert way is WAYS[-1 - run]
 
 

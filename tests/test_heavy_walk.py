@@ -10,12 +10,12 @@ from torch import Tensor
 
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_spec import E4M3_END, HEAVY_WALK_SIZE
+from twellctl.bundle.twell_spec import HEAVY_WALK_SIZE, KINDS
 from twellctl.bundle.twell_walk import FEW_HEAVY, Heavy, launch_heavy_walk, plan_heavy_walk
 from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
-ENDS = pytest.mark.parametrize("end", ["", E4M3_END])
+OF_EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 OF_GATE = pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 
 
@@ -49,16 +49,16 @@ class Problem:
         return (y if bias is None else y + bias.double()).bfloat16()
 
 
-def random_problem(M: int, K: int, N: int, end: str, seed: int) -> Problem:
+def random_problem(M: int, K: int, N: int, kind: str, seed: int) -> Problem:
     generator = torch.Generator().manual_seed(seed)
 
     def whole(*shape: int, most: int) -> Tensor:
         return torch.randint(-most, most + 1, shape, generator=generator).bfloat16()
 
     def powers(*shape: int) -> Tensor | None:
-        return 2.0 ** torch.randint(-1, 2, shape, generator=generator) if end else None
+        return 2.0 ** torch.randint(-1, 2, shape, generator=generator) if kind == "e4m3" else None
 
-    dtype = torch.float8_e4m3fn if end else torch.bfloat16
+    dtype = torch.float8_e4m3fn if kind == "e4m3" else torch.bfloat16
     biases = [whole(n, most=3) if seed % 2 else None for n in (N, N, K)]
     weights = [whole(N, K, most=most).to(dtype) for most in (1, 1, 2)]
     ffn = FFN(*weights, *biases, *(powers(n) for n in (N, N, K)))
@@ -125,20 +125,20 @@ def kernels():
 # inputs of a block's columns
 @needs_emulator
 @OF_GATE
-@ENDS
+@OF_EACH_KIND
 @pytest.mark.parametrize(
     ("K", "N", "slots"), [(128, 264, 64), (128, 2312, 256), (2176, 520, 40), (640, 8, 1)]
 )
-def test_listed_rows_alone_are_written_exactly(kernels, K, N, slots, end, packed):
-    problem, rows = random_problem(4, K, N, end, seed=N), [3, 1]
+def test_listed_rows_alone_are_written_exactly(kernels, K, N, slots, kind, packed):
+    problem, rows = random_problem(4, K, N, kind, seed=N), [3, 1]
     check(problem, walked(kernels, problem, rows, packed, slots), rows)
 
 
 @needs_emulator
-@ENDS
-def test_tiles_that_overflowed_are_multiplied_anew(kernels, end):
+@OF_EACH_KIND
+def test_tiles_that_overflowed_are_multiplied_anew(kernels, kind):
     """None, some and all of a row's; one that is exactly full."""
-    problem = random_problem(3, 128, 776, end, seed=5)
+    problem = random_problem(3, 128, 776, kind, seed=5)
     fullest = fires(problem.gate).int().split(256, 1)
     of_tiles = torch.stack([part.sum(1) for part in fullest], 1)[1].tolist()
     for slots in (1, min(of_tiles), max(of_tiles) - 1, max(of_tiles)):
@@ -147,9 +147,9 @@ def test_tiles_that_overflowed_are_multiplied_anew(kernels, end):
 
 @needs_emulator
 @OF_GATE
-@ENDS
-def test_rows_of_which_all_or_none_fire(kernels, end, packed):
-    problem = random_problem(2, 128, 520, end, seed=4)
+@OF_EACH_KIND
+def test_rows_of_which_all_or_none_fire(kernels, kind, packed):
+    problem = random_problem(2, 128, 520, kind, seed=4)
     for value in (-1, 1):  # channel 0 decides
         weights = problem.ffn.w_gate.float()
         weights[:, 0] = 100 * value
@@ -199,37 +199,37 @@ def test_gates_of_minus_infinity_add_nothing_where_up_is_finite(kernels):
 
 
 @needs_emulator
-@pytest.mark.parametrize(("end", "packed"), [("", True), (E4M3_END, False)])
+@pytest.mark.parametrize(("kind", "packed"), [("bf16", True), ("e4m3", False)])
 @pytest.mark.parametrize("num", [0, FEW_HEAVY, FEW_HEAVY + 1])
-def test_no_row_all_that_are_few_and_one_more(kernels, num, end, packed):
-    problem = random_problem(FEW_HEAVY + 2, 128, 8, end, seed=3)
+def test_no_row_all_that_are_few_and_one_more(kernels, num, kind, packed):
+    problem = random_problem(FEW_HEAVY + 2, 128, 8, kind, seed=3)
     rows = list(range(num))
     y = walked(kernels, problem, rows, packed)
     check(problem, y, rows if num <= FEW_HEAVY else [])
 
 
 @OF_GATE
-@ENDS
+@OF_EACH_KIND
 @pytest.mark.parametrize(
     ("N", "K"), [(8, 64), (4864, 896), (14336, 4096), (18944, 3584), (65536, 4096)]
 )
-def test_plans(N, K, end, packed):
-    plan = plan_heavy_walk(N, K, H200, end, packed=packed)
+def test_plans(N, K, kind, packed):
+    plan = plan_heavy_walk(N, K, H200, kind, packed=packed)
     assert plan.threads <= 512
-    assert plan.threads * (16 if end else 8) >= K * plan.ways
+    assert plan.threads * (16 if kind == "e4m3" else 8) >= K * plan.ways
     assert plan.size * plan.columns >= K
     assert plan.size * plan.cap >= N
     assert plan.smem_bytes < H200.smem_bytes
 
 
-@ENDS
-def test_what_it_does_not_take_goes_densely(end):
-    most = 8192 if end else 4096
-    assert plan_heavy_walk(5632, most, H200, end, packed=True)
-    assert plan_heavy_walk(5632, most + 128, H200, end, packed=True) is None
-    assert plan_heavy_walk(5632, 2048, replace(H200, smem_bytes=8192), end, packed=True) is None
+@OF_EACH_KIND
+def test_what_it_does_not_take_goes_densely(kind):
+    most = 8192 if kind == "e4m3" else 4096
+    assert plan_heavy_walk(5632, most, H200, kind, packed=True)
+    assert plan_heavy_walk(5632, most + 128, H200, kind, packed=True) is None
+    assert plan_heavy_walk(5632, 2048, replace(H200, smem_bytes=8192), kind, packed=True) is None
     kernels, heavy = Launches(), Heavy(torch.zeros(3).int(), torch.zeros(1).int())
-    problem = random_problem(1, most + 128, 8, end, seed=1)
+    problem = random_problem(1, most + 128, 8, kind, seed=1)
     gate = problem.gate
     given = problem.x, problem.ffn, (gate,), heavy, torch.empty_like(gate), problem.scales
     assert launch_heavy_walk(kernels, H200, *given) is heavy

@@ -26,23 +26,24 @@ from twellctl.bundle.twell_nvrtc import KernelError, compiled_files, static_shar
 from twellctl.bundle.twell_plan import STATIC_SMEM
 from twellctl.bundle.twell_reasons import GRAD_KERNELS, HOPPER_E4M3_KERNELS, HOPPER_KERNELS
 from twellctl.bundle.twell_spec import (
-    E4M3_END,
     ENTRY_FILES,
+    KINDS,
     MOST_OF_BLOCK,
     NUMBERS,
     SPEC,
     SPEC_NAME,
+    entry,
 )
 from twellctl.here.resources import kernel_files
 
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
 HOPPER_ONLY = {ENTRY_FILES[e] for e in (*HOPPER_KERNELS, *GRAD_KERNELS)}
-HOPPER_ONLY |= {f"decode/step_{K}{end}.cu" for K in MOST_OF_BLOCK for end in ("", E4M3_END)}
-HOPPER_ONLY |= {f"ffn/few_walk{end}.cu" for end in ("", E4M3_END)}
+HOPPER_ONLY |= {f"{entry(f'decode/step_{K}', kind)}.cu" for K in MOST_OF_BLOCK for kind in KINDS}
+HOPPER_ONLY |= {f"{entry('ffn/few_walk', kind)}.cu" for kind in KINDS}
 HOPPER_ONLY |= {ENTRY_FILES[e] for e in (*HOPPER_E4M3_KERNELS, *DENSE_E4M3_KERNELS)}
 # of two kinds of numbers, NVRTC 12 compiles the kernels over e4m3: these include the others' parts
-WITH_E4M3 = {name for name in SOURCES if f"{name.removesuffix('.cu')}{E4M3_END}.cu" in SOURCES}
+WITH_E4M3 = {name for name in SOURCES if f"{entry(name.removesuffix('.cu'), 'e4m3')}.cu" in SOURCES}
 OTHER_SIZES = {name for name in OTHERS_TEXT if name.startswith(("decode/step", "decode/attend"))}
 COMPILED = [  # NVRTC 12 for Hopper alone: it reads the same text for Ampere
     (name, arch, major)

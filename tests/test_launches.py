@@ -11,7 +11,7 @@ from twellctl.bundle import twell_sequence, twell_walk
 from twellctl.bundle.twell_e4m3 import BARE_TOKENS, dense_e4m3_ffn, quantise_block
 from twellctl.bundle.twell_plan import Limits, chunk_tokens, hopper_cap, make_plan
 from twellctl.bundle.twell_sequence import hopper_ffn
-from twellctl.bundle.twell_spec import E4M3_END, WALK_BATCH
+from twellctl.bundle.twell_spec import KINDS, WALK_BATCH, entry
 
 H200 = Limits(132, 232448, (9, 0))
 
@@ -66,7 +66,7 @@ def test_many_neurons_take_several_panels():
 def launches_e4m3(
     M: int, K: int, N: int, *, biases: bool = True, dense=False, together=False
 ) -> list[tuple]:
-    kernels, x, ffn = Launches(), bf16(M, K), zero_ffn(K, N, biases, E4M3_END)
+    kernels, x, ffn = Launches(), bf16(M, K), zero_ffn(K, N, biases, "e4m3")
     if together:  # whose gate and up lie behind one another
         for part in ("w", "s", "b") if biases else ("w", "s"):
             both = torch.cat([getattr(ffn, f"{part}_gate"), getattr(ffn, f"{part}_up")]).chunk(2)
@@ -152,8 +152,8 @@ def test_the_dense_way_over_e4m3(M, biases, together):
 SHAPES = [(1, 64, 8), (70, 64, 96), (257, 2048, 520), (300, 64, 16384), (65, 14336, 520)]
 
 
-def walk_launches(M: int, K: int, N: int, *, biases: bool = True, end: str = "") -> Launches:
-    kernels, x, ffn = Launches(), bf16(M, K), zero_ffn(K, N, biases, end)
+def walk_launches(M: int, K: int, N: int, *, biases: bool = True, kind: str = "bf16") -> Launches:
+    kernels, x, ffn = Launches(), bf16(M, K), zero_ffn(K, N, biases, kind)
     y = twell_walk.walk_gate_ffn(kernels, H200, x, ffn)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     return kernels
@@ -169,30 +169,30 @@ def test_the_order_and_what_starts_early():
 def test_over_e4m3_all_but_the_first_start_early():
     """But for torch's product, which has its place between the first two."""
     heavy = ["heavy_widen", "heavy_hidden_e4m3", "heavy_down_e4m3"]
-    found = walk_launches(100, 128, 256, end=E4M3_END)
+    found = walk_launches(100, 128, 256, kind="e4m3")
     names = [launch[0] for launch in found.made]
     assert names == ["quantise_inputs", "walk_gate_e4m3", "heavy_walk_gate_e4m3", *heavy]
     assert found.overlaps == [False] + [True] * 5
 
 
-@pytest.mark.parametrize("end", ["", E4M3_END])
-def test_heavy_rows_are_those_of_the_walk(end):
+@pytest.mark.parametrize("kind", KINDS)
+def test_heavy_rows_are_those_of_the_walk(kind):
     """The kernels behind it get its list, how many it names, and their inputs."""
     M = 100
-    made = {name: args for name, _, _, args, _ in walk_launches(M, 128, 256, end=end).made}
+    made = {name: args for name, _, _, args, _ in walk_launches(M, 128, 256, kind=kind).made}
     walk, few = (
         next(args for name, args in made.items() if name.startswith(start))
         for start in ("walk", "heavy_walk")
     )
     rows, count, x_rows = walk[-7:-4]
     assert (rows.shape, count.shape, x_rows.shape) == ((M,), (1,), (M, 128))
-    if end:
+    if kind == "e4m3":
         assert made["quantise_inputs"][-1] is count
         assert made["heavy_widen"][2] is count
-    assert made[f"heavy_hidden{end}"][0].tensor is x_rows
-    for args in (few, made[f"heavy_down{end}"]):
+    assert made[entry("heavy_hidden", kind)][0].tensor is x_rows
+    for args in (few, made[entry("heavy_down", kind)]):
         assert any(arg is rows for arg in args)
-    heavy = few, made[f"heavy_hidden{end}"], made[f"heavy_down{end}"]
+    heavy = few, made[entry("heavy_hidden", kind)], made[entry("heavy_down", kind)]
     for args in heavy:
         assert any(arg is count for arg in args)
     assert few[13] == twell_walk.FEW_HEAVY
@@ -207,12 +207,12 @@ def test_no_row_is_heavy_before_the_walk():
     assert walk[-6].tolist() == [0]
 
 
-@pytest.mark.parametrize("end", ["", E4M3_END])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_plans_fit_the_device(shape, end):
+def test_plans_fit_the_device(shape, kind):
     M, K, N = shape
-    plan = twell_walk.plan_walk(M, N, K, H200, end)
-    assert twell_walk.takes_walk(M, N, K, H200, end)
+    plan = twell_walk.plan_walk(M, N, K, H200, kind)
+    assert twell_walk.takes_walk(M, N, K, H200, kind)
     assert plan.threads % 32 == 0
     assert plan.threads <= 512
     assert plan.threads * plan.ways <= 1024
@@ -221,7 +221,7 @@ def test_plans_fit_the_device(shape, end):
     assert plan.cap <= hopper_cap(N)
     warps = plan.threads // 32
     assert plan.smem_bytes >= 4 * plan.cap * (2 + warps) + 4 * plan.ways * K * (
-        plan.ways > 1 or bool(end)
+        plan.ways > 1 or kind == "e4m3"
     )
 
 
@@ -229,7 +229,7 @@ def test_a_way_has_a_thread_for_eight_columns():
     for K, threads in ((64, 32), (896, 128), (2048, 256), (4096, 512), (5120, 320), (8192, 512)):
         plan = twell_walk.plan_walk(4096, 5632, K, H200)
         assert (plan.threads, plan.ways) == (threads, 1)
-        plan = twell_walk.plan_walk(4096, 5632, 2 * K, H200, E4M3_END)  # of as many bytes
+        plan = twell_walk.plan_walk(4096, 5632, 2 * K, H200, "e4m3")  # of as many bytes
         assert (plan.threads, plan.ways) == (threads, 1)
 
 

@@ -233,10 +233,12 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(on_gpu, monkeypatch, ho
     assert twell_ffn.why_no_kernels(SOURCES, 0) is None
     assert twell_ffn.takes_hopper_kernels(0) is hopper
     many = twell_reasons.HOPPER_KERNELS if hopper else ()
-    taken = [M for M in range(1, 65) if takes_few(M, 8, limits)]
+    taken = [M for M in range(1, 65) if takes_few(M, 8, limits, "bf16")]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448
-    assert set(prepared) == {*many, *few_kernels(limits)}
-    entries = (entry for M in taken for entry in (plan_few(M, 8, K, limits) for K in (64, 8192)))
+    assert set(prepared) == {*many, *few_kernels(limits, "bf16")}
+    entries = (
+        entry for M in taken for entry in (plan_few(M, 8, K, limits, "bf16") for K in (64, 8192))
+    )
     assert {name for e in entries for name in (e.hidden.name, e.down.name)} <= set(prepared)
 
 

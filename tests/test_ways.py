@@ -84,7 +84,7 @@ def test_the_rule_of_more_tokens():
     assert [ruled(M, 0.001) for M in (65, 4096, 4097)] == walks
     assert [ruled(256, density) for density in (None, 0.05, 0.06)] == walks
     assert [ruled(M, None, "auto") for M in (65, 2048, 2049)] == ["dense", "dense", "lists"]
-    assert [ruled(M, 0.001, end="_e4m3") for M in (65, 4096, 4097)] == walks
+    assert [ruled(M, 0.001, kind="e4m3") for M in (65, 4096, 4097)] == walks
     assert [ruled(8192, density, "auto") for density in (0.019, 0.02)] == ["lists", "dense"]
 
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_spec import E4M3_END, ENTRY_FILES, PAGE
+from twellctl.bundle.twell_spec import ENTRY_FILES, KINDS, PAGE, step_entry
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding import attention
 from twellctl.decoding.attention import AttendLayer, Rotary
@@ -77,7 +77,7 @@ def test_who_goes_in_one_kernel(sizes):
     for form in ("sparse", "dense"):
         assert sizes.entry(form) in ENTRY_FILES
         if sizes.D <= 128:
-            assert ENTRY_FILES[replace(sizes, end=E4M3_END).entry(form)].endswith(f"{E4M3_END}.cu")
+            assert ENTRY_FILES[replace(sizes, kind="e4m3").entry(form)].endswith("_e4m3.cu")
     assert sizes.entry("screened") in ENTRY_FILES
 
 
@@ -88,7 +88,7 @@ def test_who_goes_in_one_kernel(sizes):
         (replace(SMALL, K=1024), H200, "a hidden size of 1024"),
         (replace(SMALL, H=16), H200, "not 16 heads of 64"),
         (replace(SMALL, H=64, D=32), H200, "not 64 heads of 32"),
-        (replace(SMALL, H=8, D=256, end=E4M3_END), H200, "not 8 heads of 256"),
+        (replace(SMALL, H=8, D=256, kind="e4m3"), H200, "not 8 heads of 256"),
         (replace(SMALL, N=132 * 128 + 8), H200, "16904 neurons are more"),
         (StepSizes(3584, 132 * 192 + 8, 28, 128, 512), H200, "25352 neurons are more"),
         (StepSizes(3072, 8192, 32, 96, 32064), H200, "not 32 heads of 96"),  # Phi 3 mini
@@ -98,12 +98,12 @@ def test_who_does_not(sizes, limits, why):
     assert why in why_no_whole_step(sizes, limits)
 
 
-@pytest.mark.parametrize("end", ["", E4M3_END])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["sparse", "dense"])
-def test_the_launch(form, end):
-    make = fp8_layer if end else make_layer
+def test_the_launch(form, kind):
+    make = fp8_layer if kind == "e4m3" else make_layer
     kernels, layers = OneLaunch(), [make(None), make(100)]
-    sizes = replace(SMALL, N=64, V=512, end=end)
+    sizes = replace(SMALL, N=64, V=512, kind=kind)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = Rotary(bf16(128, 64), bf16(128, 64), 64)
     step = WholeStep(kernels, H200, sizes, layers, *weights, rotary, SCALES, form=form, num_own=48)
@@ -111,7 +111,7 @@ def test_the_launch(form, end):
     logits, counts = step(tokens, tokens, tables)
     assert (logits.dtype, logits.shape, counts.shape) == (torch.float32, (1, 512), (2, 1))
     name, grid, block, args, smem_bytes = kernels.call
-    assert (name, grid, block) == ("step_2048_64" + "_dense" * (form == "dense") + end, (132,), 288)
+    assert (name, grid, block) == (step_entry(2048, 64, form, kind), (132,), 288)
     assert (smem_bytes, kernels.how) == (H200.smem_bytes, {"together": True})
     assert_taken(name, args)
     assert args[1:6] == (2, 64, 512, 32, 8)
@@ -136,11 +136,11 @@ def test_scaled_embeddings_and_a_vocabulary_that_is_no_multiple_of_4():
     assert args[9].shape == (1, 2048)
 
 
-@pytest.mark.parametrize("end", ["", E4M3_END])
-def test_the_table_of_layers(end):
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_of_layers(kind):
     """As step_shared.cuh declares a layer."""
-    layer = fp8_layer(100) if end else make_layer(100)
-    kernels, sizes = OneLaunch(), replace(SMALL, N=64, V=512, end=end)
+    layer = fp8_layer(100) if kind == "e4m3" else make_layer(100)
+    kernels, sizes = OneLaunch(), replace(SMALL, N=64, V=512, kind=kind)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = Rotary(bf16(128, 64), bf16(128, 64), 64)
     WholeStep(kernels, H200, sizes, [layer], *weights, rotary, SCALES, form="sparse", num_own=48)(
@@ -166,16 +166,17 @@ def test_the_table_of_layers(end):
         "k_norm": None,
     }
     ffn = layer.ffn
-    scales = [layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down] if end else []
+    scales = [layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down]
+    scales = scales if kind == "e4m3" else []
     names = [*of_layer, "copy", "limits", "window", *(f"scales[{i}]" for i in range(len(scales)))]
-    kind = "ScaledLayer" if end else "LayerOf<unsigned short>"
-    claims = [f"__builtin_offsetof({kind}, {name}) == {8 * i}" for i, name in enumerate(names)]
-    claims.append(f"__builtin_offsetof({kind}, num_own) == {8 * names.index('window') + 4}")
-    claims.append(f"sizeof({kind}) == {8 * len(row)}")
+    struct = "ScaledLayer" if kind == "e4m3" else "LayerOf<unsigned short>"
+    claims = [f"__builtin_offsetof({struct}, {name}) == {8 * i}" for i, name in enumerate(names)]
+    claims.append(f"__builtin_offsetof({struct}, num_own) == {8 * names.index('window') + 4}")
+    claims.append(f"sizeof({struct}) == {8 * len(row)}")
     compile_claims("decode/step_shared.cuh", claims, "sm_90a")
     known = [0 if t is None else t.data_ptr() for t in of_layer.values()]
     assert row == [*known, 0, 0, 48 << 32 | 100, *(scale.data_ptr() for scale in scales)]
-    if not end:
+    if kind == "bf16":
         screen = Screen(torch.zeros(1, dtype=torch.uint8), torch.zeros(16), 48)
         given = kernels, H200, sizes, [layer], *weights, rotary, SCALES
         WholeStep(*given, form="screened", num_own=48, screens=[screen])(

@@ -44,7 +44,7 @@ def sources() -> str:
         pytest.skip(said)
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("the kernels need compute capability 8.0")
-    if not takes_few(1, 8, device_limits(0)):
+    if not takes_few(1, 8, device_limits(0), "bf16"):
         pytest.skip("too little shared memory")
     return register_sources(FILES)
 
@@ -150,7 +150,10 @@ def equal(found: Tensor, wanted: Tensor, told: object) -> None:
 def forms_for(M: int, N: int, K: int) -> dict:
     """The forms of the FFN that take so many tokens here, by name."""
     limits = device_limits(0)
-    takes = {few_union: takes_few(M, N, limits), few_pairs: takes_few_walk(M, N, K, limits)}
+    takes = {
+        few_union: takes_few(M, N, limits, "bf16"),
+        few_pairs: takes_few_walk(M, N, K, limits, "bf16"),
+    }
     return {form.__name__: form for form, taken in takes.items() if taken}
 
 
@@ -165,7 +168,7 @@ def check(problem: Problem, kernels: KernelSet) -> None:
         equal((counts - first)[None], problem.fired.sum(-1).int()[None], told)
         again = form(*here, residual=problem.residual)
         assert torch.equal(again.view(torch.int16), y.view(torch.int16)), told
-    if takes_few_dense(M, limits):
+    if takes_few_dense(M, limits, "bf16"):
         counts = first.clone()
         hidden = few_gated(*here, counts=counts)
         equal(hidden, problem.hidden, f"few_gated, {problem}")
@@ -294,7 +297,7 @@ def test_launches_that_overlap_have_the_bits_of_those_that_do_not(kernels, M, gr
     """A chain as in a decoder: each kernel needs what the one just before, or earlier, wrote."""
     limits = device_limits(0)
     problems = [real(M, 512, 1536, level, biases=True) for level in (-2.5, -1.5, 0.0, -3.0) * 3]
-    if not takes_few_dense(M, limits):
+    if not takes_few_dense(M, limits, "bf16"):
         pytest.skip("too little shared memory")
 
     def chain(overlap: bool) -> list[Tensor]:

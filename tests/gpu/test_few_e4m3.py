@@ -17,7 +17,6 @@ from twellctl.bundle.twell_fp8 import round_weight
 from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.own_kernels import own_kernels
 
@@ -100,7 +99,7 @@ def of_any_numbers(M: int, K: int, N: int) -> Problem:
 
 def forms_for(M: int, N: int, K: int) -> dict:
     """The forms of the FFN that take so many tokens here, by name."""
-    pairs = {"few_pairs": few_pairs} if takes_few_walk(M, N, K, limits(), E4M3_END) else {}
+    pairs = {"few_pairs": few_pairs} if takes_few_walk(M, N, K, limits(), "e4m3") else {}
     return {"few_union": few_union} | pairs
 
 
@@ -190,7 +189,7 @@ def same(found: Tensor, wanted: Tensor) -> None:
 
 def by_pairs(kernels: KernelSet, problem: Problem, **how) -> Tensor:
     M, K = problem.x.shape
-    if not takes_few_walk(M, problem.ffn.N, K, limits(), E4M3_END):
+    if not takes_few_walk(M, problem.ffn.N, K, limits(), "e4m3"):
         pytest.skip("pairs are Hopper's")
     return few_pairs(kernels, limits(), problem.x, problem.ffn, residual=problem.residual, **how)
 

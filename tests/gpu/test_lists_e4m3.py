@@ -16,7 +16,6 @@ from twellctl.bundle.twell_e4m3 import quantise_hidden, quantise_inputs, quantis
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_fp8 import E4M3, LARGEST, Fp8Weight, round_rows, round_weight
 from twellctl.bundle.twell_launch import device_limits
-from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_weights import FFN
 
 pytestmark = HOPPER
@@ -230,7 +229,7 @@ def test_up_gives_partial_products(kernels, kind, shape, K, slabs_per_range, neu
     x, w_up = random_e4m3(shape.M, K, seed=3), random_e4m3(shape.N, K, seed=5)
     per_range = min(slabs_per_range, K // 128)
     ranges = per_range, neuron_ranges
-    partial = run_up(kernels, DEVICE, lists, x, w_up, ranges, slabs, E4M3_END)
+    partial = run_up(kernels, DEVICE, lists, x, w_up, ranges, slabs, "e4m3")
     found = partial.cpu().numpy()[:, lists.place]
     for q, of_range in enumerate(found):
         part = slice(q * per_range * 128, (q + 1) * per_range * 128)
@@ -256,7 +255,7 @@ def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid
     bias = to_bf16(rng.integers(-64, 64, shape.N) / 8) if has_bias else None
     tokens, neurons = random_token_scales(shape.M, 5), random_scales(shape.N, 7)
     given = kernels, DEVICE, lists, partial, bias, grid, room
-    found, _ = run_hidden(*given, E4M3_END, (tokens, neurons))
+    found, _ = run_hidden(*given, "e4m3", (tokens, neurons))
     up = partial[:, lists.place].sum(0) * neurons[lists.column] * tokens[lists.token, 0]
     up = up + (from_bf16(bias)[lists.column] if has_bias else np.float32(0))
     hidden = from_bf16(lists.gate) * from_bf16(to_bf16(up)) / tokens[lists.token, 1]
@@ -294,7 +293,7 @@ def test_down_gives_y(kernels, kind, shape, K, splits, has_bias):
     wanted = hidden @ w_down.double().numpy() * scales
     terms = hidden @ w_down.double().abs().numpy() * scales
     wanted += from_bf16(bias) if has_bias else 0
-    given = kernels, DEVICE, lists, rounds, w_down, bias, splits, E4M3_END, (tokens, columns)
+    given = kernels, DEVICE, lists, rounds, w_down, bias, splits, "e4m3", (tokens, columns)
     found, again = run_down(*given), run_down(*given)
     np.testing.assert_array_equal(found, again, "differs from run to run")
     assert (np.abs(found - wanted) <= 2.0**-8 * np.abs(wanted) + 2e-6 * terms).all()
@@ -308,7 +307,7 @@ def test_what_is_not_finite_stays_with_its_token(kernels, value):
     rounds, _ = f16_rounds(lists)
     spoilt = rounds.copy()
     spoilt.reshape(-1)[lists.dest[odd]] = value
-    rest = w_down, None, 1, E4M3_END, (random_token_scales(700, 9), random_scales(K, 10))
+    rest = w_down, None, 1, "e4m3", (random_token_scales(700, 9), random_scales(K, 10))
     plain, found = (run_down(kernels, DEVICE, lists, given, *rest) for given in (rounds, spoilt))
     is_odd = np.isin(np.arange(shape.M), lists.token[odd])
     assert not np.isfinite(found[is_odd]).all(1).any()

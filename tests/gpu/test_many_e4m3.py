@@ -23,7 +23,6 @@ from twellctl.bundle.twell_launch import device_limits, register_sources
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import hopper_cap, make_plan
 from twellctl.bundle.twell_sequence import hopper_ffn, launch_gate_pack, packed_buffers
-from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.bundle.twell_walk import FEW_HEAVY, plan_walk, takes_walk, walk_gate_ffn
 from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
@@ -66,7 +65,7 @@ class Problem:
     def ways(self) -> tuple:
         """Those of ALL_WAYS that take it."""
         (M, K), N = self.x.shape, self.ffn.N
-        walks = takes_walk(M, N, K, limits(), E4M3_END)
+        walks = takes_walk(M, N, K, limits(), "e4m3")
         return ALL_WAYS if walks else ALL_WAYS[:1]
 
     def dense(self) -> Tensor:
@@ -298,7 +297,7 @@ def test_as_many_pairs_as_a_walk_lists_and_one_more(kernels, count):
     """512 are the most, whatever N is."""
     torch.manual_seed(12)
     M, K, N = 40, 512, 16384
-    cap = plan_walk(M, N, K, limits(), E4M3_END).cap
+    cap = plan_walk(M, N, K, limits(), "e4m3").cap
     assert cap == 512 < hopper_cap(N)
     fired = torch.zeros(M, N, device=DEVICE, dtype=torch.bool)
     for row in range(0, M, 2):

@@ -12,7 +12,6 @@ from torch import nn
 from twellctl.bench.timing import GRAPHS_BELOW
 from twellctl.bundle import twell_ffn, twell_route
 from twellctl.bundle.twell_model import gated_ffns, lay_weights, put_over_twell, use_kernels
-from twellctl.bundle.twell_spec import E4M3_END
 from twellctl.here.own_kernels import own_kernels
 
 
@@ -36,7 +35,7 @@ def routes_taken(twin: nn.Module, tokens: int, in_fp8: bool) -> dict[str, int]:
         asked = (K, N, biases, twell_route.token_bucket(tokens), bucket, ffn.twell_slots)
         for kind, choice in twell_ffn.known_choices().items():
             known = (kind.K, kind.N, kind.biases, kind.tokens, kind.density, kind.slots)
-            of_these = known == asked and (E4M3_END in kind.kernels) == in_fp8
+            of_these = known == asked and ("e4m3" in kind.kernels) == in_fp8
             if of_these and "dense" in kind.ways:  # there are others of the route twell
                 taken[choice.graph if tokens < GRAPHS_BELOW else choice.eager] += 1
     return dict(taken)

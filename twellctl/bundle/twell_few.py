@@ -22,7 +22,7 @@ from . import twell_spec as spec
 from .twell_few_walk import LINEAR_TOKENS, few_walk_entries, launch_few_walk
 from .twell_launch import KernelSet
 from .twell_plan import Limits, ceil_div
-from .twell_weights import FFN, Onto, end_of
+from .twell_weights import FFN, Onto, kind_of
 
 FEW_TOKENS = 64
 _BLOCK = 32 * spec.FEW_WARPS
@@ -51,18 +51,18 @@ class FewPlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_few(M: int, N: int, K: int, limits: Limits, end: str = "") -> FewPlan:
-    """For 1 to FEW_TOKENS tokens, N neurons (or outputs) and inputs of K; `end` E4M3_END: of e4m3
-    weights."""
+def plan_few(M: int, N: int, K: int, limits: Limits, kind: str) -> FewPlan:
+    """For 1 to FEW_TOKENS tokens, N neurons (or outputs), inputs of K and a kind of weights."""
     octets = _octets(M)
+    down = f"few_down_wide_{octets}" if M > 2 else "few_down"
     at_hand = 160 + 260 * 8 * octets
     return FewPlan(
         octets,
-        _linear(M, N, K, False, limits, end),
-        _linear(M, N, K, True, limits, end),
-        _product("few_gated", M, K, 32 * octets, limits, end),
-        _product("few_hidden", M, K, at_hand, limits, end),
-        _down(f"few_down_wide_{octets}{end}" if M > 2 else f"few_down{end}", N, limits, end),
+        _linear(M, N, K, False, limits, kind),
+        _linear(M, N, K, True, limits, kind),
+        _product("few_gated", M, K, 32 * octets, limits, kind),
+        _product("few_hidden", M, K, at_hand, limits, kind),
+        _down(spec.entry(down, kind), N, limits, kind),
     )
 
 
@@ -70,81 +70,82 @@ def _octets(M: int) -> int:
     return next(octets for octets in spec.FEW_OCTETS if 8 * octets >= M)
 
 
-def _down(name: str, N: int, limits: Limits, end: str) -> Launch:
+def _down(name: str, N: int, limits: Limits, kind: str) -> Launch:
     """few_down.cu: Down::kBytes, and its list."""
-    sizes = spec.few_down_entries(limits.capability, end)[name]
-    stages = spec.FEW_DOWN_STAGES * 256 * (sizes.weight_bytes * sizes.tiles + max(sizes.octets, 2))
+    sizes = spec.few_down_entries(limits.capability, kind)[name]
+    weights = 32 * spec.KINDS[kind].bits * sizes.tiles
+    stages = spec.FEW_DOWN_STAGES * (weights + 256 * max(sizes.octets, 2))
     list_bytes = ceil_div(2 * min(N, sizes.listed), 16) * 16
     size = list_bytes + spec.FEW_WARPS * max(stages, 512 * sizes.tiles * sizes.octets)
     return Launch(name, size)
 
 
-def _linear(M: int, N: int, K: int, ahead: bool, limits: Limits, end: str) -> Launch:
+def _linear(M: int, N: int, K: int, ahead: bool, limits: Limits, kind: str) -> Launch:
     """few_linear: as _product, or where there is much shared memory another of its builds."""
-    octets, entries = _octets(M), spec.few_entries("few_linear", limits.capability, end)
-    plain = _product("few_linear", M, K, 0, limits, end)
-    other = f"few_linear_{octets}_{'ahead' if ahead else 'short'}{end}"
+    octets, entries = _octets(M), spec.few_entries("few_linear", limits.capability, kind)
+    plain = _product("few_linear", M, K, 0, limits, kind)
+    other = spec.entry(f"few_linear_{octets}_{'ahead' if ahead else 'short'}", kind)
     if spec.shared_kb(limits.capability) < 227 or other not in entries:
         return plain
     row_blocks = max(1, ceil_div(ceil_div(N, spec.FEW_ROWS), limits.num_sms))
     # stages that hold all of a block's weights
     wanted = row_blocks * ceil_div(K, 64 * spec.FEW_WARPS)
-    stages = entries[f"few_linear_{octets}" if ahead else other].stages
+    stages = entries[plain.name if ahead else other].stages
     if wanted <= stages if ahead else wanted > stages:
         return plain
     size = product_bytes(entries[other], M, K)
     return Launch(other, size) if size <= limits.smem_bytes else plain
 
 
-def _product(kernel: str, M: int, K: int, more_bytes: int, limits: Limits, end: str) -> Launch:
+def _product(kernel: str, M: int, K: int, more_bytes: int, limits: Limits, kind: str) -> Launch:
     """x stays if that fits."""
-    octets, entries = _octets(M), spec.few_entries(kernel, limits.capability, end)
-    name = f"{kernel}_{octets}{end}"
+    octets, entries = _octets(M), spec.few_entries(kernel, limits.capability, kind)
+    name = spec.entry(f"{kernel}_{octets}", kind)
     size = product_bytes(entries[name], M, K) + more_bytes
     if octets in spec.FEW_STAYING and size > limits.smem_bytes:
-        name = f"{kernel}_{octets}_long{end}"
+        name = spec.entry(f"{kernel}_{octets}_long", kind)
         size = product_bytes(entries[name], M, K) + more_bytes
     return Launch(name, size)
 
 
 def product_bytes(sizes: spec.FewSizes, M: int, K: int) -> int:
     """few_product.cuh: kBytes and x_bytes of its Sizes."""
-    weight_bytes, octets, stays, at_once, passes, stages, halves = sizes
-    wider = 2 // weight_bytes  # x is
+    kind, octets, stays, at_once, passes, stages, halves = sizes
+    wider = 16 // spec.KINDS[kind].bits  # x is
     stage = (2 * at_once + (0 if stays else octets * wider)) * 512 * halves
     x_row = 64 * halves * wider  # of a slab
-    powers = 32 if (weight_bytes, octets) == (1, 1) else 0  # of rows of x that a warp makes f16
+    powers = 32 if spec.KINDS[kind].in_f16 and octets == 1 else 0  # of a warp's rows of x
     x = ceil_div(2 * K, x_row * spec.FEW_WARPS) * M * x_row + powers if stays else 0
     return spec.FEW_WARPS * (stages * stage + passes * at_once * octets * 512 + x)
 
 
-def few_kernels(limits: Limits, end: str = "") -> tuple[str, ...]:
-    """All entries of the FFN for few tokens on this device; `end` E4M3_END: over such weights."""
-    walks = few_walk_entries(end) if limits.hopper else ()
+def few_kernels(limits: Limits, kind: str) -> tuple[str, ...]:
+    """All entries of the FFN for few tokens over such weights on this device."""
+    walks = few_walk_entries(kind) if limits.hopper else ()
     families = ("few_hidden", "few_linear") if walks else ("few_hidden",)  # a walk's gate product
-    products = (spec.few_entries(family, limits.capability, end) for family in families)
-    return (*chain(*products), *spec.few_down_entries(limits.capability, end), *walks)
+    products = (spec.few_entries(family, limits.capability, kind) for family in families)
+    return (*chain(*products), *spec.few_down_entries(limits.capability, kind), *walks)
 
 
-def few_dense_kernels(limits: Limits, end: str = "") -> tuple[str, ...]:
+def few_dense_kernels(limits: Limits, kind: str) -> tuple[str, ...]:
     """All entries of `few_linear` and `few_gated`; the decode engine alone launches the latter."""
     families = ("few_linear", "few_gated")
-    return tuple(chain(*(spec.few_entries(family, limits.capability, end) for family in families)))
+    return tuple(chain(*(spec.few_entries(family, limits.capability, kind) for family in families)))
 
 
-def takes_few(M: int, N: int, limits: Limits, end: str = "") -> bool:
+def takes_few(M: int, N: int, limits: Limits, kind: str) -> bool:
     """Whether `few_union` takes `M` tokens of any length on this device."""
     if not 1 <= M <= FEW_TOKENS:
         return False
-    plan = plan_few(M, N, _ANY_LENGTH, limits, end)
+    plan = plan_few(M, N, _ANY_LENGTH, limits, kind)
     return _fits(limits, plan.hidden, plan.down)
 
 
-def takes_few_dense(M: int, limits: Limits, end: str = "") -> bool:
+def takes_few_dense(M: int, limits: Limits, kind: str) -> bool:
     """Whether `few_gated` and `few_linear` take `M` inputs, of any length."""
     if not 1 <= M <= FEW_TOKENS:
         return False
-    plan = plan_few(M, 0, _ANY_LENGTH, limits, end)
+    plan = plan_few(M, 0, _ANY_LENGTH, limits, kind)
     return _fits(limits, plan.linear, plan.gated)
 
 
@@ -161,8 +162,8 @@ def few_union(
 ) -> Tensor:
     """`[M, K]` to `[M, K]`, M from 1 to FEW_TOKENS, bf16, contiguous: over all that fires."""
     overlap = onto.get("overlap", False)
-    M, N, K, end = x.shape[0], ffn.N, ffn.K, end_of(ffn.w_gate)
-    plan = plan_few(M, N, K, limits, end)
+    M, N, K, kind = x.shape[0], ffn.N, ffn.K, kind_of(ffn.w_gate)
+    plan = plan_few(M, N, K, limits, kind)
     blocks = ceil_div(N, spec.FEW_ROWS)
     hidden = x.new_empty(N, 8 * plan.octets)
     fired = torch.empty(ceil_div(blocks, 2) * 2, dtype=torch.int16, device=x.device)
@@ -180,7 +181,7 @@ def few_union(
     y = torch.empty_like(x)
     kernels.launch(
         plan.down.name,
-        (K // spec.few_down_entries(limits.capability, end)[plan.down.name].own_columns,),
+        (K // spec.few_down_entries(limits.capability, kind)[plan.down.name].own_columns,),
         _BLOCK,
         (ffn.w_down, hidden, fired, ffn.b_down, onto.get("residual"), M, N, K, y, ffn.s_down),
         plan.down.smem_bytes,
@@ -225,7 +226,7 @@ def few_linear(
     short kernels that leave shared memory for more of its weights. The result is the same.
     """
     M, (N, K) = x.shape[0], weight.shape
-    plan = plan_few(M, N, K, limits, end_of(weight))
+    plan = plan_few(M, N, K, limits, kind_of(weight))
     y = x.new_empty(M, N, dtype=torch.float32 if wide else x.dtype)
     launch = plan.ahead if ahead else plan.linear
     kernels.launch(
@@ -250,7 +251,7 @@ def few_gated(
 ) -> Tensor:
     """The dense hidden state, `[M, K]` to `[M, N]`; `counts` and `overlap` as in `Onto`."""
     M, N, K = x.shape[0], ffn.N, ffn.K
-    plan = plan_few(M, N, K, limits, end_of(ffn.w_gate))
+    plan = plan_few(M, N, K, limits, kind_of(ffn.w_gate))
     hidden = x.new_empty(M, N)
     kernels.launch(
         plan.gated.name,

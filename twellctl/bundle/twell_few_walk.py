@@ -18,7 +18,7 @@ from torch import Tensor
 from . import twell_spec as spec
 from .twell_launch import KernelSet
 from .twell_plan import Limits, ceil_div, round_up
-from .twell_weights import FFN, Onto, end_of
+from .twell_weights import FFN, Onto, kind_of
 
 WALK_TOKENS = range(4, 65)
 # bytes of up and down that a token may take, by tokens, up to so many; the walk is still up to 12 %
@@ -48,69 +48,71 @@ class FewWalkPlan:
         return 32 * self.warps * self.ways
 
 
-def few_walk_entries(end: str = "") -> tuple[str, ...]:
-    """All entries, for e4m3 weights with `end` E4M3_END."""
-    return tuple(f"few_walk_{size}{form}{end}" for size in spec.WALK_SIZES for form in ("", "_all"))
+def few_walk_entries(kind: str) -> tuple[str, ...]:
+    """All entries, over weights of `kind`."""
+    names = (f"few_walk_{size}{form}" for size in spec.WALK_SIZES for form in ("", "_all"))
+    return tuple(spec.entry(name, kind) for name in names)
 
 
-def takes_few_walk(M: int, N: int, K: int, limits: Limits, end: str = "") -> bool:
+def takes_few_walk(M: int, N: int, K: int, limits: Limits, kind: str) -> bool:
     """Whether few_walk takes `M` tokens on this device."""
     if not limits.hopper or M not in WALK_TOKENS or K > _MOST_K:
         return False
-    return _plan(N, K, spec.WALK_SIZES[-1], end).smem_bytes <= limits.smem_bytes
+    return _plan(N, K, spec.WALK_SIZES[-1], kind).smem_bytes <= limits.smem_bytes
 
 
-def suits_few_walk(M: int, N: int, K: int, density: float | None, end: str = "") -> bool:
+def suits_few_walk(M: int, N: int, K: int, density: float | None, kind: str) -> bool:
     """Whether few_walk is the faster by the rule; `density` None: it is not known."""
-    of_pair = 32 // _columns(end) * K
+    of_pair = spec.KINDS[kind].bits // 4 * K  # bytes
     return density is not None and of_pair * N * density <= WALK_BYTES * min(M, WALK_GROWS)
 
 
-def _columns(end: str) -> int:
+def _columns(kind: str) -> int:
     """Of K, that a thread has: 16 bytes of a row."""
-    return 16 if end else 8
+    return 128 // spec.KINDS[kind].bits
 
 
 @lru_cache(maxsize=4096)
-def _plan(N: int, K: int, size: int, end: str = "") -> FewWalkPlan:
-    warps, ways = _warps_and_ways(K, end)
+def _plan(N: int, K: int, size: int, kind: str) -> FewWalkPlan:
+    warps, ways = _warps_and_ways(K, kind)
     all_ = spec.FEW_WALK_CHUNKS * 32 * warps * ways >= N // 8  # all gates are looked at in one go
+    name = f"few_walk_{size}{'_all' if all_ else ''}"
     cap = round_up(ceil_div(N, size) if all_ else 8 * ceil_div(N // 8, size), 4)
-    return plan_clusters(f"few_walk_{size}{'_all' if all_ else ''}{end}", K, size, cap, end)
+    return plan_clusters(spec.entry(name, kind), K, size, cap, kind)
 
 
-def plan_clusters(name: str, K: int, size: int, cap: int, end: str) -> FewWalkPlan:
+def plan_clusters(name: str, K: int, size: int, cap: int, kind: str) -> FewWalkPlan:
     """Of a kernel whose lists have `cap` places, for K up to `most_inputs`."""
-    own, (warps, ways) = _columns(end), _warps_and_ways(K, end)
+    own, (warps, ways) = _columns(kind), _warps_and_ways(K, kind)
     columns = own * ceil_div(K // own, size)
     parts = 2 * warps * spec.FEW_WALK_QUADS * spec.FEW_WALK_BATCH * 4
     smem_bytes = spec.FEW_WALK_HEAD + 8 * cap + ways * (parts + 4 * size * columns)
     return FewWalkPlan(name, size, ways, warps, cap, columns, smem_bytes)
 
 
-def _warps_and_ways(K: int, end: str) -> tuple[int, int]:
-    own = _columns(end)
+def _warps_and_ways(K: int, kind: str) -> tuple[int, int]:
+    own = _columns(kind)
     warps = 2 * ceil_div(K, 64 * own)  # of a way
     return warps, min(spec.FEW_WALK_WAYS * own // 8, spec.FEW_WALK_BLOCK // (32 * warps))
 
 
-def most_inputs(end: str = "") -> int:
+def most_inputs(kind: str) -> int:
     """The largest K that the threads of a block have."""
-    return _columns(end) * spec.FEW_WALK_BLOCK
+    return _columns(kind) * spec.FEW_WALK_BLOCK
 
 
 def plan_few_walk(
-    M: int, N: int, K: int, limits: Limits, at_once: AtOnce, end: str = ""
+    M: int, N: int, K: int, limits: Limits, at_once: AtOnce, kind: str
 ) -> FewWalkPlan:
     """The largest clusters of which all run at the same time, for what `takes_few_walk`."""
     for size in spec.WALK_SIZES:
-        plan = _plan(N, K, size, end)
+        plan = _plan(N, K, size, kind)
         if (
             plan.smem_bytes <= limits.smem_bytes
             and at_once(plan.name, size, plan.threads, plan.smem_bytes) >= M
         ):
             return plan
-    return _plan(N, K, spec.WALK_SIZES[-1], end)
+    return _plan(N, K, spec.WALK_SIZES[-1], kind)
 
 
 def launch_few_walk(
@@ -121,8 +123,8 @@ def launch_few_walk(
     With `overlap` it starts before the gate product in front of it ends. That must be few_linear's
     then, which lets nothing start before all that came before itself has been written.
     """
-    M, N, K, end = x.shape[0], ffn.N, ffn.K, end_of(ffn.w_up)
-    plan = plan_few_walk(M, N, K, limits, kernels.clusters_at_once, end)
+    M, N, K, kind = x.shape[0], ffn.N, ffn.K, kind_of(ffn.w_up)
+    plan = plan_few_walk(M, N, K, limits, kernels.clusters_at_once, kind)
     y = torch.empty_like(x)
     kernels.launch(
         plan.name,

@@ -14,8 +14,8 @@ from .twell_launch import KernelError, LoadError, device_limits, kernels_for
 from .twell_nvrtc import what_is_missing
 from .twell_plan import Limits, why_unfit
 from .twell_route import requested
-from .twell_spec import E4M3_END, ENTRY_FILES
-from .twell_weights import E4M3_STEP, FFN, end_of
+from .twell_spec import ENTRY_FILES, entry
+from .twell_weights import E4M3_STEP, FFN, kind_of
 
 # every entry that an exported model may launch, on any device
 ALL_KERNELS = frozenset(e for e, source in ENTRY_FILES.items() if not source.startswith("decode/"))
@@ -23,17 +23,17 @@ _OF_BOTH = ("plan", "heavy_rows")  # sources that weights in bf16 and in e4m3 sh
 _OF_ONE = ("gate_pack", "up", "hidden", "down", "heavy", "heavy_walk", "walk")
 
 
-def _entries_of(*names: str, end: str = "") -> tuple[str, ...]:
+def _entries_of(*names: str, kind: str = "bf16") -> tuple[str, ...]:
     """All of these sources in ffn/."""
-    sources = {f"ffn/{name}{end}.cu" for name in names}
-    return tuple(entry for entry, source in ENTRY_FILES.items() if source in sources)
+    sources = {f"ffn/{entry(name, kind)}.cu" for name in names}
+    return tuple(e for e, source in ENTRY_FILES.items() if source in sources)
 
 
 # of Hopper: for many tokens, over weights in bf16 and in e4m3, and for training
 HOPPER_KERNELS = _entries_of(*_OF_BOTH, *_OF_ONE)
 HOPPER_E4M3_KERNELS = (
     *_entries_of(*_OF_BOTH, "quantise_rows"),
-    *_entries_of(*_OF_ONE, end=E4M3_END),
+    *_entries_of(*_OF_ONE, kind="e4m3"),
 )
 GRAD_KERNELS = tuple(e for e, source in ENTRY_FILES.items() if source.startswith("train/"))
 
@@ -60,7 +60,7 @@ def why_no_kernels(sources: str, index: int) -> str | None:
 def _entries(limits: Limits) -> tuple[str, ...]:
     """All at once: what comes later, and needs others, may be the capture of a graph."""
     many = HOPPER_KERNELS if limits.hopper else ()
-    return (*many, *few_kernels(limits))
+    return (*many, *few_kernels(limits, "bf16"))
 
 
 def why_no_e4m3_kernels(sources: str, index: int, route: str) -> str | None:
@@ -80,7 +80,7 @@ def _e4m3_entries(limits: Limits, route: str) -> tuple[str, ...]:
     if route == "dense":
         return dense
     many = HOPPER_E4M3_KERNELS if limits.hopper else ()
-    return (*many, *dense, *few_kernels(limits, E4M3_END))
+    return (*many, *dense, *few_kernels(limits, "e4m3"))
 
 
 def why_not_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str | None:
@@ -112,7 +112,8 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     N, K, in_fp8 = ffn.N, ffn.K, ffn.s_gate is not None
     weights, biases = (ffn.w_gate, ffn.w_up, ffn.w_down), (ffn.b_gate, ffn.b_up, ffn.b_down)
     scales = (ffn.s_gate, ffn.s_up, ffn.s_down) if in_fp8 else ()
-    if in_fp8 and not (all(map(end_of, weights)) and all(s.dtype == torch.float32 for s in scales)):
+    are_e4m3 = {*map(kind_of, weights)} == {"e4m3"}
+    if in_fp8 and not (are_e4m3 and all(s.dtype == torch.float32 for s in scales)):
         return "the kernels take FP8 weights in e4m3, with scales in float32"
     there = [n for n, bias in zip((N, N, K), biases, strict=True) if bias is not None]
     shapes = [*3 * [(N, K)], *((n,) for n in (*there, *((N, N, K) if in_fp8 else ())))]
@@ -141,7 +142,7 @@ def why_not_e4m3_linear(
     weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> str | None:
     """The same of one e4m3 layer `[N, K]`, its scales `[N, 1]`; `dtype` of its inputs."""
-    if not end_of(weight) or (scale.dtype, scale.shape) != (torch.float32, (len(weight), 1)):
+    if kind_of(weight) != "e4m3" or (scale.dtype, scale.shape) != (torch.float32, (len(weight), 1)):
         return "the kernels take FP8 weights in e4m3, with scales in float32"
     if bias is not None and (bias.dtype, bias.shape) != (dtype, (len(weight),)):
         return "the kernels take biases of the dtype of their inputs"

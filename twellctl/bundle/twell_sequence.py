@@ -34,7 +34,7 @@ from .twell_plan import (
     product_grid,
 )
 from .twell_walk import Heavy, heavy_products, launch_heavy_walk
-from .twell_weights import FFN, end_of
+from .twell_weights import FFN, kind_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: i
     """
     y, values, first = torch.empty_like(x), x, 0
     token_scales = of_tokens = None
-    if end_of(ffn.w_gate):
+    if kind_of(ffn.w_gate) == "e4m3":
         values, token_scales = quantise_rows(kernels, limits, x, ffn)
 
     for plan, xs, ys in chunks_of(values, y, ffn, slots, hopper_cap(ffn.N), limits):
@@ -103,7 +103,7 @@ def launch_gate_pack(
     """
     M, (N, K) = x.shape[0], w_gate.shape
     kernels.launch(
-        f"gate_pack{end_of(w_gate)}",
+        spec.entry("gate_pack", kind_of(w_gate)),
         (product_grid(M, N, limits.num_sms),),
         spec.PRODUCT_BLOCK,
         (
@@ -175,7 +175,7 @@ def launch_up(
     """
     partial = x.new_empty((plan.num_ranges, plan.num_pairs), dtype=torch.float32)
     kernels.launch(
-        f"up{end_of(weight)}",
+        spec.entry("up", kind_of(weight)),
         plan.up_grid,
         spec.UP_BLOCK,
         (
@@ -201,7 +201,8 @@ def launch_hidden(
     grid, smem_bytes = plan.hidden_launch(limits)
     lists = replace(lists, masks=_masks(plan, partial))
     args = _hidden_arguments(plan, partial, plan.num_ranges, ffn, lists, token_scales)
-    kernels.launch(f"hidden{end_of(ffn.w_up)}", grid, spec.HIDDEN_BLOCK, args, smem_bytes)
+    name = spec.entry("hidden", kind_of(ffn.w_up))
+    kernels.launch(name, grid, spec.HIDDEN_BLOCK, args, smem_bytes)
     return lists
 
 
@@ -264,7 +265,7 @@ def launch_down(
     scales = () if token_scales is None else (token_scales, ffn.s_down)
     for panel in range(P):
         kernels.launch(
-            f"down{end_of(ffn.w_down)}",
+            spec.entry("down", kind_of(ffn.w_down)),
             plan.down_grid,
             spec.DOWN_BLOCK,
             (

@@ -69,6 +69,30 @@ WALK_SIZES = (8, 6, 4, 3, 2)  # blocks of a token
 HEAVY_WALK_SIZE = WALK_SIZES[0]  # of a heavy row
 
 
+# ---- kinds of weights
+
+
+class Kind(NamedTuple):
+    """A kind of weights, as the kernels take it.
+
+    Its struct in the kernels; bits of a weight; what ends the names of the entries that take it;
+    whether products of one octet of tokens take f16, of which rows of x have a power of two.
+    """
+
+    struct: str
+    bits: int
+    suffix: str
+    in_f16: bool
+
+
+KINDS = {"bf16": Kind("Bf16", 16, "", False), "e4m3": Kind("E4m3", 8, "_e4m3", True)}
+
+
+def entry(name: str, kind: str) -> str:
+    """What the entry or source `name` is called where it takes weights of `kind`."""
+    return f"{name}{KINDS[kind].suffix}"
+
+
 def shared_kb(capability: Capability) -> int:
     """Kilobytes of shared memory that a block may have: Hopper and data centre Blackwell; A100 and
     Orin; all other GPUs."""
@@ -80,12 +104,12 @@ def shared_kb(capability: Capability) -> int:
 class FewSizes(NamedTuple):
     """What a product of few tokens is built for (few::Sizes of tile/few_product.cuh).
 
-    Bytes of a weight, 2 (bf16) or 1 (e4m3); octets of tokens; whether x stays in shared memory; row
-    blocks in a pass; passes between two times that the warps' sums are added up; stages of a warp;
-    halves of a slab.
+    One of KINDS of weights; octets of tokens; whether x stays in shared memory; row blocks in a
+    pass; passes between two times that the warps' sums are added up; stages of a warp; halves of a
+    slab.
     """
 
-    weight_bytes: int
+    kind: str
     octets: int
     stays: bool
     at_once: int
@@ -94,59 +118,82 @@ class FewSizes(NamedTuple):
     halves: int
 
 
-E4M3_END = "_e4m3"  # ends the name of an entry for such weights
 FEW_OCTETS = (1, 2, 4, 8)  # of tokens
 FEW_STAYING = (1, 2)  # octets of which x may stay
 Pass = tuple[int, int, int, int]
-# by octets: row blocks in a pass, passes, stages, halves; with much shared memory, and with little
-_PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)}
-_SMALL_PASS = {1: (1, 3, 3, 2), 2: (1, 1, 2, 2), 4: (1, 1, 1, 2), 8: (1, 1, 1, 1)}
-_GATED_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (4, 1, 1, 2), 8: (2, 1, 2, 1)}
-_SMALL_GATED_PASS = {1: (2, 1, 2, 2), 2: (2, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 1, 1, 1)}
-# the same over e4m3 weights, beside which x takes twice as much
-_E4M3_PASS = {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (2, 1, 3, 1), 8: (1, 1, 2, 1)}
-_SMALL_E4M3_PASS = {1: (1, 3, 2, 2), 2: (1, 1, 3, 1), 4: (2, 1, 1, 1), 8: (1, 1, 1, 1)}
-_GATED_E4M3_PASS = {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (2, 1, 3, 1), 8: (2, 1, 2, 1)}
-_SMALL_GATED_E4M3_PASS = {1: (2, 1, 2, 1), 2: (2, 1, 1, 2), 4: (2, 1, 1, 1), 8: (2, 1, 1, 1)}
+
+
+class _Passes(NamedTuple):
+    """By octets: row blocks in a pass, passes, stages, halves; with much shared memory (227 KB),
+    and with little. 163 KB are much for up to so many `octets`."""
+
+    much: dict[int, Pass]
+    little: dict[int, Pass]
+    octets: int
+
+
+_PASSES = {
+    "bf16": _Passes(
+        {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (1, 3, 3, 2), 8: (3, 1, 2, 1)},
+        {1: (1, 3, 3, 2), 2: (1, 1, 2, 2), 4: (1, 1, 1, 2), 8: (1, 1, 1, 1)},
+        2,
+    ),
+    "e4m3": _Passes(  # x takes twice as much as weights
+        {1: (1, 3, 5, 2), 2: (1, 3, 4, 2), 4: (2, 1, 3, 1), 8: (1, 1, 2, 1)},
+        {1: (1, 3, 2, 2), 2: (1, 1, 3, 1), 4: (2, 1, 1, 1), 8: (1, 1, 1, 1)},
+        0,
+    ),
+}
+_GATED_PASSES = {
+    "bf16": _Passes(
+        {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (4, 1, 1, 2), 8: (2, 1, 2, 1)},
+        {1: (2, 1, 2, 2), 2: (2, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 1, 1, 1)},
+        1,
+    ),
+    "e4m3": _Passes(
+        {1: (2, 2, 3, 2), 2: (2, 2, 3, 2), 4: (2, 1, 3, 1), 8: (2, 1, 2, 1)},
+        {1: (2, 1, 2, 1), 2: (2, 1, 1, 2), 4: (2, 1, 1, 1), 8: (2, 1, 1, 1)},
+        0,
+    ),
+}
 # few_linear with fewer, and with more weights under way, where there is shared memory for them
-_OTHER_PASS = {"1_short": (1, 3, 4, 2), "1_ahead": (1, 3, 7, 2), "2_ahead": (1, 3, 6, 2)}
+_OTHER_PASSES = {
+    "bf16": {"1_short": (1, 3, 4, 2), "1_ahead": (1, 3, 7, 2), "2_ahead": (1, 3, 6, 2)},
+}
 
 
-def _pass_of(octets: int, gated: bool, weight_bytes: int, kilobytes: int) -> Pass:
-    if weight_bytes == 1:
-        large = _GATED_E4M3_PASS if gated else _E4M3_PASS
-        small = _SMALL_GATED_E4M3_PASS if gated else _SMALL_E4M3_PASS
-        return (large if kilobytes >= 227 else small)[octets]
-    large, small = (_GATED_PASS, _SMALL_GATED_PASS) if gated else (_PASS, _SMALL_PASS)
-    enough = 163 if octets <= (1 if gated else 2) else 227
-    return (large if kilobytes >= enough else small)[octets]
+def _pass_of(passes: _Passes, octets: int, kilobytes: int) -> Pass:
+    is_much = kilobytes >= (163 if octets <= passes.octets else 227)
+    return (passes.much if is_much else passes.little)[octets]
 
 
 @cache
-def few_entries(family: str, capability: Capability, end: str = "") -> dict[str, FewSizes]:
-    """The entries of few_linear, few_hidden or few_gated on such a GPU, the staying ones first.
-
-    `end` E4M3_END: those that take e4m3 weights.
-    """
-    found, kilobytes, weight_bytes = {}, shared_kb(capability), 1 if end else 2
+def few_entries(family: str, capability: Capability, kind: str) -> dict[str, FewSizes]:
+    """The entries of few_linear, few_hidden or few_gated over weights of `kind` on such a GPU, the
+    staying ones first."""
+    found, kilobytes = {}, shared_kb(capability)
+    of_kind = (_GATED_PASSES if family == "few_gated" else _PASSES)[kind]
     for octets in FEW_OCTETS:
-        passes = _pass_of(octets, family == "few_gated", weight_bytes, kilobytes)
+        passes = _pass_of(of_kind, octets, kilobytes)
         stays = octets in FEW_STAYING
-        found[f"{family}_{octets}{end}"] = FewSizes(weight_bytes, octets, stays, *passes)
+        found[entry(f"{family}_{octets}", kind)] = FewSizes(kind, octets, stays, *passes)
         if stays:
-            sizes = FewSizes(weight_bytes, octets, False, *passes)
-            found[f"{family}_{octets}_long{end}"] = sizes
-    for name, passes in _OTHER_PASS.items() if family == "few_linear" and not end else ():
-        passes = passes if kilobytes >= 227 else _SMALL_PASS[int(name[0])]
-        found[f"{family}_{name}"] = FewSizes(weight_bytes, int(name[0]), True, *passes)
+            sizes = FewSizes(kind, octets, False, *passes)
+            found[entry(f"{family}_{octets}_long", kind)] = sizes
+    others = _OTHER_PASSES.get(kind, {}) if family == "few_linear" else {}
+    for name, passes in others.items():
+        octets = int(name[0])
+        if kilobytes < 227:
+            passes = of_kind.little[octets]
+        found[entry(f"{family}_{name}", kind)] = FewSizes(kind, octets, True, *passes)
     return found
 
 
 class FewDownSizes(NamedTuple):
-    """What few_down is built for: bytes of a weight, octets of tokens, tiles of 16 columns that a
-    block adds up, blocks that share the neurons, neurons that are listed at a time."""
+    """What few_down is built for: one of KINDS of weights, octets of tokens, tiles of 16 columns
+    that a block adds up, blocks that share the neurons, neurons that are listed at a time."""
 
-    weight_bytes: int
+    kind: str
     octets: int
     tiles: int
     blocks: int
@@ -159,18 +206,17 @@ class FewDownSizes(NamedTuple):
 
 
 @cache
-def few_down_entries(capability: Capability, end: str = "") -> dict[str, FewDownSizes]:
-    """The entries of few_down on such a GPU, for e4m3 weights with `end` E4M3_END.
+def few_down_entries(capability: Capability, kind: str) -> dict[str, FewDownSizes]:
+    """The entries of few_down over weights of `kind` on such a GPU.
 
     Before Hopper there are no clusters.
     """
-    weight_bytes = 1 if end else 2
-    narrow = 2 // weight_bytes, 1
+    narrow = 16 // KINDS[kind].bits, 1  # 32 bytes of a neuron: the least that comes from L2
     wide = (4, 4) if capability >= (9, 0) else narrow
-    found = {f"few_down{end}": FewDownSizes(weight_bytes, 1, *narrow, _FEW_LISTED)}
+    found = {entry("few_down", kind): FewDownSizes(kind, 1, *narrow, _FEW_LISTED)}
     for octets in FEW_OCTETS:
-        sizes = FewDownSizes(weight_bytes, octets, *wide, _MAX_COLUMNS)
-        found[f"few_down_wide_{octets}{end}"] = sizes
+        sizes = FewDownSizes(kind, octets, *wide, _MAX_COLUMNS)
+        found[entry(f"few_down_wide_{octets}", kind)] = sizes
     return found
 
 
@@ -197,20 +243,19 @@ STEP_HEAD_DIMS = {
 MOST_OF_BLOCK = {1536: (4, 128), 2048: (4, 128), 3072: (8, 128), 3584: (8, 192), 4096: (8, 128)}
 STEP_MOST_MAPPED = 32  # rows beside them: the gate that neurons share, and their up
 STEP_RING_KB = 192  # kilobytes of weights that a block holds, at most
-# that are on their way, by hidden size and bytes of a weight, else 32
-STEP_AHEAD = {(1536, 1): 64}
+# that are on their way, by hidden size and kind of weights, else 32
+STEP_AHEAD = {(1536, "e4m3"): 64}
 
 
 def _step_numbers(source: str) -> dict[str, int]:
     """What one of the steps is built for."""
-    for (K, end), (name, _) in _STEPS.items():
+    for (K, kind), (name, _) in _STEPS.items():
         if source == name:
-            weight_bytes = 1 if end else 2
             quads, rows = MOST_OF_BLOCK[K]
-            ahead = {"STEP_AHEAD_KB": STEP_AHEAD.get((K, weight_bytes), 32)}
+            ahead = {"STEP_AHEAD_KB": STEP_AHEAD.get((K, kind), 32)}
             most = {"STEP_OWN_QUADS": quads, "STEP_MOST_ROWS": rows}
             most["STEP_MOST_DIM"] = max(STEP_HEAD_DIMS[K])
-            return {"STEP_K": K, "STEP_WEIGHT_BYTES": weight_bytes} | ahead | most
+            return {"STEP_K": K, "STEP_WEIGHT_BYTES": KINDS[kind].bits // 8} | ahead | most
     return {}
 
 
@@ -218,37 +263,51 @@ def _step_numbers(source: str) -> dict[str, int]:
 STEP_FORMS = {"dense": 0, "sparse": 1, "screened": 2}
 
 
-def step_entry(K: int, D: int, form: str, end: str = "") -> str:
-    """The entry for a hidden size, heads of D and a form, for e4m3 weights with `end` E4M3_END."""
-    return f"step_{K}_{D}{'' if form == 'sparse' else f'_{form}'}{end}"
+def step_entry(K: int, D: int, form: str, kind: str) -> str:
+    """The entry for a hidden size, heads of D, a form and a kind of weights."""
+    return entry(f"step_{K}_{D}{'' if form == 'sparse' else f'_{form}'}", kind)
 
 
-def _step_source(K: int, end: str) -> tuple[str, dict[str, Arguments]]:
-    taken = [form for form in STEP_FORMS if form != "screened" or not end]
-    dims = [D for D in STEP_HEAD_DIMS[K] if D <= 128 or not end]
+def _step_source(K: int, kind: str) -> tuple[str, dict[str, Arguments]]:
+    is_bf16 = kind == "bf16"  # whose gates are screened, and whose heads may be large
+    taken = [form for form in STEP_FORMS if form != "screened" or is_bf16]
+    dims = [D for D in STEP_HEAD_DIMS[K] if D <= 128 or is_bf16]
     forms = ((D, form) for D in dims for form in taken)
-    entries = {step_entry(K, D, form, end): (D, STEP_FORMS[form]) for D, form in forms}
-    return f"decode/step_{K}{end}.cu", entries
+    entries = {step_entry(K, D, form, kind): (D, STEP_FORMS[form]) for D, form in forms}
+    return f"{entry(f'decode/step_{K}', kind)}.cu", entries
 
 
-# by hidden size and E4M3_END or "": source and entries
-_STEPS = {(K, end): _step_source(K, end) for end in ("", E4M3_END) for K in MOST_OF_BLOCK}
+# by hidden size and kind of weights: source and entries
+_STEPS = {(K, kind): _step_source(K, kind) for kind in KINDS for K in MOST_OF_BLOCK}
 
 
 # ---- sources
 
 Entries = Mapping[str, Arguments]
-# entries that there are for weights in bf16 and in e4m3, with what stands behind the type of these
-_BY_WEIGHT: dict[str, Entries] = {
-    "gate_pack": {"gate_pack": ()},
-    "up": {"up": ()},
-    "heavy": {"heavy_hidden": ("HIDDEN",), "heavy_down": ("DOWN",)},
-    "walk": {"walk_gate": ()},
-    "heavy_walk": {"heavy_walk": (True,), "heavy_walk_gate": (False,)},
-    "few_walk": {
+# by source: entries that there are for each kind of weights, with what stands behind its struct
+_OF_EACH_KIND: dict[str, Entries] = {
+    "ffn/gate_pack": {"gate_pack": ()},
+    "ffn/up": {"up": ()},
+    "ffn/heavy": {"heavy_hidden": ("HIDDEN",), "heavy_down": ("DOWN",)},
+    "ffn/walk": {"walk_gate": ()},
+    "ffn/heavy_walk": {"heavy_walk": (True,), "heavy_walk_gate": (False,)},
+    "ffn/few_walk": {
         f"few_walk_{size}{form}": (bool(form), size) for form in ("", "_all") for size in WALK_SIZES
     },
 }
+
+
+def _of_few(family: str, kind: str, capability: Capability) -> Entries:
+    """The entries of a product of few tokens or of few_down, with their template arguments."""
+    if family == "few_down":
+        entries = few_down_entries(capability, kind)
+    else:
+        entries = few_entries(family, capability, kind)
+    return {name: (KINDS[kind].bits // 8, *sizes[1:]) for name, sizes in entries.items()}
+
+
+# the same whose entries differ from GPU to GPU
+_OF_FEW = ("ffn/few_linear", "ffn/few_hidden", "ffn/few_down", "decode/few_gated")
 
 # entries by the path in kernels/, with template arguments where TWELL_ENTRIES makes them. Their
 # names are the same on every GPU
@@ -257,22 +316,21 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "ffn/quantise_hidden.cu": ("quantise_hidden", "quantise_bare_hidden", "scale_sums"),
     "ffn/plan.cu": ("plan_cluster",),
     "ffn/hidden.cu": {"hidden": ("Unscaled", "Leave"), "hidden_kept": ("Unscaled", "Keep")},
-    f"ffn/hidden{E4M3_END}.cu": {f"hidden{E4M3_END}": ("Scaled", "Leave")},
+    "ffn/hidden_e4m3.cu": {"hidden_e4m3": ("Scaled", "Leave")},
     "ffn/down.cu": ("down",),
-    f"ffn/down{E4M3_END}.cu": (f"down{E4M3_END}",),
+    "ffn/down_e4m3.cu": ("down_e4m3",),
     "ffn/heavy_rows.cu": ("heavy_gather", "heavy_widen"),
-    "ffn/few_linear.cu": partial(few_entries, "few_linear"),
-    "ffn/few_hidden.cu": partial(few_entries, "few_hidden"),
-    "ffn/few_down.cu": few_down_entries,
-    f"ffn/few_linear{E4M3_END}.cu": partial(few_entries, "few_linear", end=E4M3_END),
-    f"ffn/few_hidden{E4M3_END}.cu": partial(few_entries, "few_hidden", end=E4M3_END),
-    f"ffn/few_down{E4M3_END}.cu": partial(few_down_entries, end=E4M3_END),
     **{
-        f"ffn/{name}{end}.cu": {
-            f"{entry}{end}": ("E4m3" if end else "Bf16", *how) for entry, how in entries.items()
+        f"{entry(source, kind)}.cu": partial(_of_few, source.split("/")[1], kind)
+        for source in _OF_FEW
+        for kind in KINDS
+    },
+    **{
+        f"{entry(source, kind)}.cu": {
+            entry(name, kind): (KINDS[kind].struct, *how) for name, how in entries.items()
         }
-        for name, entries in _BY_WEIGHT.items()
-        for end in ("", E4M3_END)
+        for source, entries in _OF_EACH_KIND.items()
+        for kind in KINDS
     },
     "train/grad_pairs.cu": ("grad_pairs", "add_parts"),
     "train/grad_lists.cu": ("list_neurons", "list_tokens"),
@@ -285,8 +343,6 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
         for D in HEAD_DIMS
     },
     "decode/choose.cu": ("choose",),
-    "decode/few_gated.cu": partial(few_entries, "few_gated"),
-    f"decode/few_gated{E4M3_END}.cu": partial(few_entries, "few_gated", end=E4M3_END),
     "decode/store_keys.cu": ("store_keys",),
     "decode/norm.cu": ("rms_norm", "embed_norm", "add_norm"),
     **dict(_STEPS.values()),
@@ -294,12 +350,12 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
 # sources without a file of their own: each includes another text, for other entries and numbers
 TEXTS = {
     **{
-        f"{name}{E4M3_END}.cu": f"{name}.cu"
-        for name in (
-            *("ffn/few_linear", "ffn/few_hidden", "ffn/few_down", "decode/few_gated"),
-            *("ffn/hidden", *(f"ffn/{name}" for name in _BY_WEIGHT)),
-        )
+        f"{entry(source, kind)}.cu": f"{source}.cu"
+        for source in (*_OF_FEW, *_OF_EACH_KIND)
+        for kind in KINDS
+        if KINDS[kind].suffix
     },
+    "ffn/hidden_e4m3.cu": "ffn/hidden.cu",
     **{f"decode/attend_{D}.cu": "decode/attend.cuh" for D in HEAD_DIMS},
     **{source: "decode/step.cuh" for source, _ in _STEPS.values()},
 }

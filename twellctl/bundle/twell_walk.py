@@ -43,7 +43,7 @@ from .twell_plan import (
     product_grid,
     round_up,
 )
-from .twell_weights import FFN, end_of
+from .twell_weights import FFN, kind_of
 
 FEW_HEAVY = 32  # rows; of more, all weights are read once for all of them
 
@@ -65,15 +65,15 @@ class Heavy:
 
 @lru_cache(maxsize=4096)
 def plan_heavy_walk(
-    N: int, K: int, limits: Limits, end: str = "", *, packed: bool
+    N: int, K: int, limits: Limits, kind: str = "bf16", *, packed: bool
 ) -> FewWalkPlan | None:
-    """For N neurons and inputs of K; None of what it does not take. `end`: E4M3_END or ""."""
+    """For N neurons and inputs of K; None of what it does not take. `kind`: of its weights."""
     tiles = ceil_div(ceil_div(N, TILE), spec.HEAVY_WALK_SIZE)  # of a block: 32 of the largest N
-    if most_inputs(end) < K:
+    if most_inputs(kind) < K:
         return None
-    name = f"heavy_walk{'' if packed else '_gate'}{end}"
+    name = spec.entry("heavy_walk" if packed else "heavy_walk_gate", kind)
     cap = tiles * TILE if packed else 8 * ceil_div(N // 8, spec.HEAVY_WALK_SIZE)
-    plan = plan_clusters(name, K, spec.HEAVY_WALK_SIZE, cap, end)
+    plan = plan_clusters(name, K, spec.HEAVY_WALK_SIZE, cap, kind)
     return plan if plan.smem_bytes + STATIC_SMEM <= limits.smem_bytes else None
 
 
@@ -94,8 +94,8 @@ def launch_heavy_walk(
     `gate` is that of `x`. `token_scales`: `[M, 2]`, if x is e4m3. Returns `heavy` for
     the dense kernels, which leave out what was done here.
     """
-    N, K, end, packed = ffn.N, ffn.K, end_of(ffn.w_up), len(gate) == 2
-    plan = plan_heavy_walk(N, K, limits, end, packed=packed)
+    N, K, kind, packed = ffn.N, ffn.K, kind_of(ffn.w_up), len(gate) == 2
+    plan = plan_heavy_walk(N, K, limits, kind, packed=packed)
     if plan is None:
         return heavy
     heavy = replace(heavy, few=min(FEW_HEAVY, len(x)))
@@ -153,7 +153,7 @@ def widened(
     kernels: KernelSet, limits: Limits, ffn: FFN, heavy: Heavy, *, overlap: bool = False
 ) -> Tensor:
     """W_down `[N, K]` in bf16; of e4m3 without its scales, if more than few rows are `heavy`."""
-    if not end_of(ffn.w_down):
+    if kind_of(ffn.w_down) == "bf16":
         return ffn.w_down
     wide = torch.empty_like(ffn.w_down, dtype=torch.bfloat16)
     args = ffn.w_down, np.int64(ffn.w_down.numel()), heavy.count, heavy.few, wide
@@ -178,11 +178,11 @@ def launch_heavy(
 
     `w_down` is what `widened` returned; `token_scales` `[M, 2]` by tokens, if `rows` are e4m3.
     """
-    (window, N), K, end = hidden.shape, ffn.K, end_of(ffn.w_gate)
+    (window, N), K, kind = hidden.shape, ffn.K, kind_of(ffn.w_gate)
     of_window = heavy.count, heavy.few, heavy.start, window, N, K
     weights = (tensor_map(t, spec.WEIGHT_BOX_ROWS) for t in (ffn.w_gate, ffn.w_up))
     kernels.launch(
-        f"heavy_hidden{end}",
+        spec.entry("heavy_hidden", kind),
         (product_grid(window, 2 * N, limits.num_sms),),
         spec.PRODUCT_BLOCK,
         (
@@ -193,7 +193,7 @@ def launch_heavy(
         overlap=overlap,
     )
     kernels.launch(
-        f"heavy_down{end}",
+        spec.entry("heavy_down", kind),
         (product_grid(window, K, limits.num_sms),),
         spec.PRODUCT_BLOCK,
         (
@@ -209,7 +209,7 @@ MOST_PAIRS = 80_000  # as found on an H200
 USUAL_DENSITY = 0.01  # where no profile tells it
 _MOST_TOKENS = 4096
 _MOST_OF_A_WAY = 512  # threads
-_MOST_WAYS = {"": 4, spec.E4M3_END: 8}  # at a time
+_MOST_WAYS = {"bf16": 4, "e4m3": 8}  # at a time
 _MOST_CAP = 512  # pairs of a token
 
 
@@ -224,24 +224,24 @@ class WalkPlan:
 
 
 @lru_cache(maxsize=4096)
-def plan_walk(M: int, N: int, K: int, limits: Limits, end: str = "") -> WalkPlan:
-    """For M tokens, N neurons and inputs of K; `end` E4M3_END: over such weights."""
-    chunks = ceil_div(K, 16 if end else 8)
+def plan_walk(M: int, N: int, K: int, limits: Limits, kind: str = "bf16") -> WalkPlan:
+    """For M tokens, N neurons and inputs of K, over weights of `kind`."""
+    chunks = ceil_div(K, 128 // spec.KINDS[kind].bits)
     threads = round_up(ceil_div(chunks, ceil_div(chunks, _MOST_OF_A_WAY)), 32)
     cap = min(hopper_cap(N), _MOST_CAP)
-    most_ways = min(_MOST_WAYS[end], cap // spec.WALK_BATCH)
+    most_ways = min(_MOST_WAYS[kind], cap // spec.WALK_BATCH)
     ways, tokens = 1, ceil_div(M, limits.num_sms)  # of a multiprocessor
     while 2 * ways <= most_ways and 2 * ways * threads * tokens <= spec.WALK_BLOCK:
         ways *= 2
-    size = 4 * cap * (2 + threads // 32) + (4 * ways * K if ways > 1 or end else 0)
+    size = 4 * cap * (2 + threads // 32) + (4 * ways * K if ways > 1 or kind == "e4m3" else 0)
     return WalkPlan(threads, ways, cap, size)
 
 
-def takes_walk(M: int, N: int, K: int, limits: Limits, end: str = "") -> bool:
-    """Whether the walks take `M` tokens on this device; `end` as in `plan_walk`."""
+def takes_walk(M: int, N: int, K: int, limits: Limits, kind: str = "bf16") -> bool:
+    """Whether the walks take `M` tokens on this device; `kind` as in `plan_walk`."""
     if not 1 <= M <= min(_MOST_TOKENS, heavy_window(_MOST_TOKENS, N, K)):
         return False
-    return plan_walk(M, N, K, limits, end).smem_bytes + STATIC_SMEM <= limits.smem_bytes
+    return plan_walk(M, N, K, limits, kind).smem_bytes + STATIC_SMEM <= limits.smem_bytes
 
 
 def suits_walk(M: int, N: int, density: float | None) -> bool:
@@ -254,9 +254,9 @@ def walk_gate_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Te
 
     The three weights of `ffn` are bf16, or e4m3 with their scales; K and N multiples of 128 then.
     """
-    M, N, K, end = len(x), ffn.N, ffn.K, end_of(ffn.w_gate)
+    M, N, K, kind = len(x), ffn.N, ffn.K, kind_of(ffn.w_gate)
     values, token_scales = x, None
-    if end:
+    if kind == "e4m3":
         rows = quantise_inputs(kernels, x)
         values, token_scales, heavy_count = rows.values, rows.token_scales, rows.heavy_count
         weight = Fp8Weight(ffn.w_gate, ffn.s_gate[:, None], ffn.b_gate)
@@ -264,11 +264,11 @@ def walk_gate_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN) -> Te
     else:
         heavy_count = torch.zeros(1, dtype=torch.int32, device=x.device)
         gate = F.linear(x, ffn.w_gate, ffn.b_gate)
-    plan = plan_walk(M, N, K, limits, end)
+    plan = plan_walk(M, N, K, limits, kind)
     y, x_rows = torch.empty_like(x), torch.empty_like(values)
     heavy = Heavy(heavy_count.new_empty(M), heavy_count)
     kernels.launch(
-        f"walk_gate{end}",
+        spec.entry("walk_gate", kind),
         (M,),
         plan.threads * plan.ways,
         (

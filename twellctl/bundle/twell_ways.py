@@ -25,7 +25,7 @@ from .twell_reasons import lies_well
 from .twell_route import Kind, choose, density_bucket, token_bucket
 from .twell_sequence import dense_ffn, hopper_ffn
 from .twell_walk import suits_walk, takes_walk, walk_gate_ffn
-from .twell_weights import FFN, end_of
+from .twell_weights import FFN, kind_of
 
 # as found on an H200; unmeasured, dense products are taken from this density on, and up to this
 # number of tokens
@@ -38,8 +38,8 @@ FEW_DENSE_FROM, FEW_SPARSE_UPTO = 0.1, 16
 class Problem:
     """M tokens, N neurons and inputs of K on a device.
 
-    `in_place`: W_down lies as the kernels read it; else each call copies it. `end`: what ends the
-    names of the entries that take such weights ("" for bf16).
+    `in_place`: W_down lies as the kernels read it; else each call copies it. `kind`: of its weights
+    (twell_spec.KINDS).
     """
 
     M: int
@@ -47,18 +47,18 @@ class Problem:
     K: int
     limits: Limits
     in_place: bool = True
-    end: str = ""
+    kind: str = "bf16"
 
     @property
     def few(self) -> bool:
         """Whether it goes by the kernels for few tokens."""
-        return takes_few(self.M, self.N, self.limits, self.end)
+        return takes_few(self.M, self.N, self.limits, self.kind)
 
     @property
     def walks(self) -> bool:
         """Whether it goes by those for some hundred."""
         taken = self.limits.hopper and not self.few
-        return taken and takes_walk(self.M, self.N, self.K, self.limits, self.end)
+        return taken and takes_walk(self.M, self.N, self.K, self.limits, self.kind)
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ def _dense(kernels: object, limits: object, x: Tensor, ffn: FFN, slots: int) -> 
 WAYS = (
     Way(
         "pairs",
-        lambda p: p.limits.hopper and p.few and takes_few_walk(p.M, p.N, p.K, p.limits, p.end),
+        lambda p: p.limits.hopper and p.few and takes_few_walk(p.M, p.N, p.K, p.limits, p.kind),
         _without_slots(few_pairs),
-        suits=lambda p, density: suits_few_walk(p.M, p.N, p.K, density, p.end),
+        suits=lambda p, density: suits_few_walk(p.M, p.N, p.K, density, p.kind),
     ),
     Way("union", lambda p: p.few, _without_slots(few_union)),
     Way(
@@ -106,12 +106,18 @@ WAYS = (
     Way("lists", lambda p: p.limits.hopper and not p.few, hopper_ffn),
     Way(  # one of the two named dense takes a problem: this e4m3 on Hopper, the next all else
         "dense",
-        lambda p: p.limits.hopper and bool(p.end),
+        lambda p: p.limits.hopper and p.kind == "e4m3",
         _without_slots(dense_e4m3_ffn),
         own=False,
         by_rows=False,
     ),
-    Way("dense", lambda p: not (p.limits.hopper and p.end), _dense, own=False, by_rows=False),
+    Way(
+        "dense",
+        lambda p: not (p.limits.hopper and p.kind == "e4m3"),
+        _dense,
+        own=False,
+        by_rows=False,
+    ),
 )
 _FEW = "pairs", "union"
 FEW_WAYS = tuple(way for way in WAYS if way.name in _FEW)
@@ -164,7 +170,7 @@ def run_by_route(
     in_place = lies_well(by_rows)
     here = kernels_for(sources, index), device_limits(index)
     sizes = rows.shape[0], ffn.N, ffn.K
-    problem = Problem(*sizes, here[1], in_place, end_of(ffn.w_gate))
+    problem = Problem(*sizes, here[1], in_place, kind_of(ffn.w_gate))
     ways, known = ways_of(route, problem), None if density < 0 else density
     if dense is not None:
         ways = [dense if way.name == "dense" else way for way in ways]
@@ -211,7 +217,7 @@ def _kind(
         token_bucket(problem.M),
         None if density is None else density_bucket(density),
         slots,
-        f"{on}{problem.end} {sources[:12]}{copying}",
+        f"{on} {problem.kind} {sources[:12]}{copying}",
         ways,
     )
 

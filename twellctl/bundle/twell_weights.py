@@ -7,14 +7,12 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from .twell_spec import E4M3_END
-
 E4M3_STEP = 128  # of e4m3 weights the kernels take sizes that are multiples of it
 
 
-def end_of(weight: Tensor) -> str:
-    """What ends the names of the entries that take `weight`."""
-    return E4M3_END if weight.dtype == torch.float8_e4m3fn else ""
+def kind_of(weight: Tensor) -> str:
+    """Of twell_spec.KINDS."""
+    return "e4m3" if weight.dtype == torch.float8_e4m3fn else "bf16"
 
 
 def in_one(*tensors: Tensor | None) -> Tensor | None:

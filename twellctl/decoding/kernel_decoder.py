@@ -85,11 +85,11 @@ class KernelDecoder:
         self.device = model.device
         self.kernels = kernels_for(own_kernels(), self.device.index)
         self._limits = device_limits(self.device.index)
-        self.max_rows, self._end = kernel_fit.most_rows(model), kernel_fit.entry_end(model)
+        self.max_rows, self._kind = kernel_fit.most_rows(model), kernel_fit.weights_kind(model)
         self._at_once = kernel_fit.rows_at_once(model)
         if sparse:
             _put_over_twell(model)
-            if self._end:  # now, so that the cache is sized by what is left
+            if self._kind == "e4m3":  # now, so that the cache is sized by what is left
                 for down in (layer.mlp.down_proj for layer in model.model.layers):
                     if down.turned is None:
                         down.turn()
@@ -118,7 +118,7 @@ class KernelDecoder:
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
         ffns = [layer.ffn for layer in self._layers]
-        downs = [layer.mlp.down_proj.weight for layer in body.layers if self._end]
+        downs = [layer.mlp.down_proj.weight for layer in body.layers if self._kind == "e4m3"]
         self._copies = DownCopies(ffns, self.device, downs)
         reach = min(self.context, (num_pages - 1) * PAGE)
         self._rotary = self._turned_by(reach)
@@ -133,7 +133,7 @@ class KernelDecoder:
         told = None not in self._densities
         self._choice = FormChoice(
             self.device,
-            f"{of} {'sparse' if self._sparse else 'dense'}{self._end} {own_kernels()[:12]}",
+            f"{of} {'sparse' if self._sparse else 'dense'} {own_kernels()[:12]}",
             config.intermediate_size,
             sum(self._densities) / num_layers if told else None,
         )
@@ -168,7 +168,7 @@ class KernelDecoder:
         ways = {dense.name: [dense] * len(self._layers)}
         if self._sparse:
             ffn = self._layers[0].ffn
-            problem = Problem(B, ffn.N, ffn.K, self._limits, end=self._end)
+            problem = Problem(B, ffn.N, ffn.K, self._limits, kind=self._kind)
             ways = few_ways(problem, self._densities) | ways
         return {
             **(self._whole_steps if B == 1 else {}),
@@ -337,7 +337,7 @@ class KernelDecoder:
         if len(projections) == 2 and isinstance(projections[0], Fp8Linear):
             lay_together(*projections)  # of which dense FP8 makes one product
         (w_gate, b_gate, s_gate), (w_up, b_up, s_up) = weights_of_gate_and_up(mlp)
-        if self._end:
+        if self._kind == "e4m3":
             w_down = mlp.down_proj.turned if self._sparse else down.weight
         elif self._sparse:
             down.weight.data = by_rows_of_neurons(down.weight.data)

@@ -14,7 +14,7 @@ from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import activation_of, gated_ffns, is_plain
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
-from twellctl.bundle.twell_spec import E4M3_END, PAGE, few_entries
+from twellctl.bundle.twell_spec import PAGE, few_entries
 from twellctl.decoding import families
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
 from twellctl.decoding.few_ways import OWN_PRODUCTS
@@ -79,7 +79,7 @@ def why_not_one_kernel(model: PreTrainedModel) -> str | None:
 
 def why_not_screened(model: PreTrainedModel) -> str | None:
     """None if steps of one row may screen gates, else why they read them whole."""
-    if model.dtype != torch.bfloat16 or entry_end(model):
+    if model.dtype != torch.bfloat16 or weights_kind(model) != "bf16":
         return "gates are screened in bf16"
     return why_not_one_kernel(model)
 
@@ -89,13 +89,13 @@ def most_rows(model: PreTrainedModel) -> int:
     if (B := rows_at_once(model)) >= OWN_PRODUCTS and not is_relu(model):
         return _MOST_DENSE
     N, limits = model.config.intermediate_size, device_limits(model.device.index)
-    taken = (M for M in _BATCHES if M <= B and takes_few(M, N, limits, entry_end(model)))
+    taken = (M for M in _BATCHES if M <= B and takes_few(M, N, limits, weights_kind(model)))
     return max(taken, default=0)
 
 
 def rows_at_once(model: PreTrainedModel) -> int:
     """How many rows the kernels of dense products take in one launch here; 0: none."""
-    how = device_limits(model.device.index), entry_end(model)
+    how = device_limits(model.device.index), weights_kind(model)
     return max((B for B in _BATCHES if takes_few_dense(B, *how)), default=0)
 
 
@@ -112,13 +112,14 @@ def step_sizes(model: PreTrainedModel) -> StepSizes:
         config.num_attention_heads,
         head_dim(model),
         config.vocab_size,
-        entry_end(model),
+        weights_kind(model),
     )
 
 
-def entry_end(model: PreTrainedModel) -> str:
-    """What ends the names of the entries that take the weights of the layers."""
-    return E4M3_END if isinstance(model.model.layers[0].self_attn.o_proj, Fp8Linear) else ""
+def weights_kind(model: PreTrainedModel) -> str:
+    """The kind of weights of the layers (twell_spec.KINDS)."""
+    is_fp8 = isinstance(model.model.layers[0].self_attn.o_proj, Fp8Linear)
+    return "e4m3" if is_fp8 else "bf16"
 
 
 def head_dim(model: PreTrainedModel) -> int:
@@ -140,10 +141,11 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     limits = device_limits(index)
     heads = config.num_attention_heads, config.num_key_value_heads, head_dim(model)
     attention = plan_attend(1, *heads, PAGE, limits.num_sms).entry
-    end, few = entry_end(model), set(few_entries("few_linear", limits.capability))  # the LM head's
+    kind = weights_kind(model)
+    few = set(few_entries("few_linear", limits.capability, "bf16"))  # the LM head's
     if is_relu(model):
-        few.update(few_kernels(limits, end), few_dense_kernels(limits, end))
-    if end:
+        few.update(few_kernels(limits, kind), few_dense_kernels(limits, kind))
+    if kind == "e4m3":
         few.update(DENSE_E4M3_KERNELS if limits.hopper else ())
     others = ["embed_norm", "rms_norm", "add_norm", "choose", "store_keys", attention]
     if why_not_one_kernel(model) is None:
@@ -167,7 +169,7 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
     for layer in model.model.layers:
         if families.norms_of(layer) is None:
             return f"the layers of {name} have other parts than the decode kernels know"
-        if entry_end(model) and not _is_relu(activation_of(layer.mlp)):
+        if weights_kind(model) == "e4m3" and not _is_relu(activation_of(layer.mlp)):
             return f"the FFNs of {name} are in FP8 and not ReLU"
         q_k_v = (getattr(layer.self_attn, f"{of}_proj", None) for of in "qkv")
         if len({linear.bias is None for linear in q_k_v if linear is not None}) > 1:

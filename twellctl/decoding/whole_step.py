@@ -43,18 +43,18 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Hidden size, neurons, heads of q, their size, vocabulary; `end` E4M3_END for such weights."""
+    """Hidden size, neurons, heads of q, their size, vocabulary; the kind of weights."""
 
     K: int
     N: int
     H: int
     D: int
     V: int
-    end: str = ""
+    kind: str = "bf16"
 
     def entry(self, form: str) -> str:
         """Of one of STEP_FORMS."""
-        return spec.step_entry(self.K, self.D, form, self.end)
+        return spec.step_entry(self.K, self.D, form, self.kind)
 
 
 def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
