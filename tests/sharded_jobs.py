@@ -33,12 +33,12 @@ from twellctl.cli import main as command_line
 from twellctl.dry_run import dry_run
 from twellctl.errors import TwellError
 from twellctl.finetune import finetune
+from twellctl.here.processes import check_same, from_all
 from twellctl.models import shard_writer
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.training import build, optimizer, replicas, sharded_weights, teacher, trainer
 from twellctl.training.optimizer import make_optimizer
-from twellctl.training.processes import check_same, from_all
 from twellctl.training.progress import Progress
 from twellctl.training.sharded_checkpoints import CheckpointWriter
 from twellctl.training.sharded_trainer import ShardedTrainer

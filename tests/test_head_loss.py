@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from twellctl.models import head_loss
 from twellctl.models.head_loss import HeadLoss
-from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
+from twellctl.models.layers import ffn_layers
+from twellctl.training.layer_states import LayerStates, comparable
 
 WEIGHT = 0.7
 

@@ -18,8 +18,8 @@ from twellctl.finetune import Interrupted, finetune
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import without_values
 from twellctl.training import memory
+from twellctl.training.launcher import as_launched
 from twellctl.training.memory import least_bytes
-from twellctl.training.processes import as_launched
 from twellctl.training.recipe import Recipe, run_folder
 from twellctl.training.runs import last_checkpoint
 from twellctl.training.sharded_weights import _stored_name

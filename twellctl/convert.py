@@ -94,8 +94,8 @@ def _fitted(
 
     from twellctl.fitting.plan import plan_of, require_room
     from twellctl.fitting.run import fit_weights, fitted_tensors, prepare_fit
+    from twellctl.here.processes import in_all, in_the_first
     from twellctl.models.shard_writer import write_shards
-    from twellctl.training.processes import in_all, in_the_first
 
     run, inputs = run_folder(out), [*map(from_home, (model, *fit.data)), *text_files(fit.data)]
     world = PartialState(cpu=not torch.cuda.is_available())

@@ -29,14 +29,15 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from twellctl.errors import TwellError, UsageError
+from twellctl.here.processes import check_same, from_all, in_all
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transformers
 from twellctl.settings import flag_name
 from twellctl.text.blocks import Blocks, read_blocks, token_stream, write_tokens
 from twellctl.text.reading import estimated_text_bytes, read_texts, text_files
 from twellctl.training.build import build_trainer, for_model, micro_batch, steps_of
+from twellctl.training.launcher import as_launched
 from twellctl.training.memory import least_bytes, shards_on_several, total_bytes
-from twellctl.training.processes import as_launched, check_same, from_all, in_all
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, check_report_to, public_recipe, settings
 from twellctl.training.runs import check_alike, held_out_fraction, split_blocks

@@ -25,6 +25,7 @@ from twellctl.evaluation.results import AnswerScore
 from twellctl.files.home import from_home
 from twellctl.files.outputs import Claim, claimed
 from twellctl.files.strict_json import json_text
+from twellctl.here import processes
 from twellctl.models.card import write_card
 from twellctl.models.carried import METRICS_FILE, copy_side_files, write_config
 from twellctl.models.checkpoint import REPORT_FILE, Checkpoint, open_checkpoint
@@ -37,9 +38,10 @@ from twellctl.models.loading import (
     skeleton,
 )
 from twellctl.report.notebook import Shown
-from twellctl.training import processes, runs
+from twellctl.training import runs
 from twellctl.training.build import build_trainer, for_model, micro_batch
 from twellctl.training.history import History
+from twellctl.training.launcher import as_launched
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import (
     RECIPE_FILE,
@@ -122,7 +124,7 @@ def finetune(
     recipe = resolve_recipe(recipe or recipe_to_resume(out, resume), settings)
     if not recipe.data:
         raise UsageError("no text to train on: give --data FILE")
-    recipe = processes.as_launched(recipe)
+    recipe = as_launched(recipe)
     check_report_to(recipe.report_to)
     inputs = runs.run_inputs(model, recipe, recipe_file)
     world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)

@@ -22,7 +22,7 @@ from twellctl.fitting.least_squares import NotSolved, sum_over_processes
 from twellctl.fitting.source import num_kept
 from twellctl.fitting.steps import LayerText
 from twellctl.fitting.thresholds import WINDOWS, Thresholds, token_weights
-from twellctl.training.processes import from_all, is_one_of_several
+from twellctl.here.processes import from_all, is_one_of_several
 
 TOKENS_AT_ONCE = {"cuda": 16384, "cpu": 2048}  # of a forward of one layer
 LOGIT_TOKENS = 2048

@@ -7,8 +7,8 @@ from safetensors import safe_open
 
 from twellctl.errors import TwellError, reason
 from twellctl.fitting.ffn import GatedFfn
+from twellctl.here.processes import is_one_of_several
 from twellctl.models.shard_writer import save_tensors
-from twellctl.training.processes import is_one_of_several
 
 
 class KeptLayers:

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_model import activation_of, gated_ffns
 from twellctl.fitting.ffn import GatedFfn
+from twellctl.models.layers import ffn_layers
 from twellctl.models.loading import without_mask
-from twellctl.training.layer_states import ffn_layers
 
 PROBE_TOKENS = 8
 DIRECT = 0.02  # relative error up to which a layer is said to add its FFN's output as it is

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twellctl.errors import TwellError
-from twellctl.training.processes import is_one_of_several
+from twellctl.here.processes import is_one_of_several
 
 MOST_RIDGE = 1.0
 BLOCKS = 8  # of columns of a symmetric product, of which what is above the diagonal is left out

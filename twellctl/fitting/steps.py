@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from twellctl.fitting.ffn import GatedFfn
-from twellctl.training.priced_gates import SLOPE
-from twellctl.training.processes import average, is_one_of_several
+from twellctl.here.processes import average, is_one_of_several
 
+SLOPE = 0.05  # width of the sigmoid of the backward pass, as `training.priced_gates` has it
 WARMUP = 20  # steps
 FIRST_PRICE = 0.01
 PRICE_STEP = 0.1  # the most that log(price) moves in a step

@@ -15,6 +15,7 @@ from twellctl.bundle.twell_config import stays_silu
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.layers import ffn_layers
 from twellctl.models.loading import (
     checkpoint_activations,
     default_device,
@@ -24,7 +25,7 @@ from twellctl.models.loading import (
 )
 from twellctl.text.blocks import Blocks
 from twellctl.training.l1_schedule import L1Schedule
-from twellctl.training.layer_states import LayerStates, comparable, ffn_layers
+from twellctl.training.layer_states import LayerStates, comparable
 from twellctl.training.memory import is_to_be_sharded
 from twellctl.training.optimizer import default_rate, make_optimizer
 from twellctl.training.priced_gates import PricedGates

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import gated_ffns
+from twellctl.models.layers import ffn_layers
 
 TINY = 1e-6  # is added to squared norms, which divide: a state may be zero
 
@@ -57,13 +58,6 @@ class LayerStates:
         weight = 2 * self.weight * self.scale / norms.numel() / (norms.square() + TINY)
         nearer = _AddGradient.apply(states, wanted, weight)
         return nearer if isinstance(output, Tensor) else (nearer, *output[1:])
-
-
-def ffn_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold the gated FFNs: the decoder's layers, in order."""
-    names = {id(module): name for name, module in model.named_modules()}
-    parents = [names[id(ffn)].rpartition(".")[0] for ffn in gated_ffns(model)]
-    return [model.get_submodule(parent) for parent in parents]
 
 
 def comparable(model: nn.Module, teacher: nn.Module) -> bool:

@@ -5,9 +5,9 @@ import math
 import psutil
 import torch
 
+from twellctl.here.processes import from_all, is_one_of_several
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.shards import TensorInfo
-from twellctl.training.processes import from_all, is_one_of_several
 from twellctl.training.recipe import Recipe
 from twellctl.training.teacher import choose_teacher
 

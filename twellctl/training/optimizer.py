@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
 from twellctl.errors import TwellError
+from twellctl.here.processes import dense_of, is_one_of_several
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import read_tensors
-from twellctl.training.processes import dense_of, is_one_of_several
 from twellctl.training.sharded_weights import local, rows
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13

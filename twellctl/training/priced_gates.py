@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import activation_name, activation_of, gate_and_up, gated_ffns
+from twellctl.here.processes import is_one_of_several
 from twellctl.models.head_loss import whole
 from twellctl.models.linear_map import num_mapped
-from twellctl.training.processes import is_one_of_several
 
 SLOPE = 0.05  # width of the sigmoid of the backward pass
 RIDGE = 1e-2  # of the mean square of an input, added to each when a direction is fitted

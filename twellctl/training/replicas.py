@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twellctl.training.processes import average, begin_average
+from twellctl.here.processes import average, begin_average
 
 SMALL = 1 << 20  # elements: gradients of fewer are sent together
 

@@ -12,11 +12,11 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.files.outputs import NOT_OURS, staged
 from twellctl.files.strict_json import read_json, to_json
 from twellctl.files.workspace import remove, workspace_of
+from twellctl.here.processes import check_same
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.settings import flag_name
 from twellctl.text.blocks import Blocks, hold_out, in_turn, read_blocks, token_stream, write_tokens
 from twellctl.text.reading import read_texts, text_files
-from twellctl.training.processes import check_same
 from twellctl.training.recipe import NO_RUN, RECIPE_FILE, Recipe, resolve_recipe, save_recipe
 
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete

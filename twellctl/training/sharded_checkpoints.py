@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
 from twellctl.errors import TwellError, bounded, first_line
+from twellctl.here.processes import is_lost_process, is_one_of_several
 from twellctl.training.optimizer import Muon
-from twellctl.training.processes import is_lost_process, is_one_of_several
 
 FOLDER = "sharded"  # in a checkpoint
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from twellctl.errors import TwellError
-from twellctl.training.processes import average, in_all
+from twellctl.here.processes import average, in_all
 from twellctl.training.sharded_checkpoints import CheckpointWriter, is_sharded_checkpoint
 from twellctl.training.trainer import SCHEDULER_FILE, SparseTrainer, full_disk_told
 

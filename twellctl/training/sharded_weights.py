@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from twellctl.errors import TwellError
+from twellctl.here.processes import in_all
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.head_loss import whole
+from twellctl.models.layers import ffn_layers
 from twellctl.models.loading import opened, refuse_not_finite, stored_dtypes, without_values
 from twellctl.models.shard_writer import write_shards
-from twellctl.training.layer_states import ffn_layers
-from twellctl.training.processes import in_all
 
 
 def shard(model: PreTrainedModel, device: torch.device) -> None:
