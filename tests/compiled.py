@@ -5,7 +5,7 @@ Without TWELL_TEST_EVERY_CASE a file that is compiled whole for another NVRTC or
 the same sizes, is compiled with its first entry alone; for NVRTC 12, and where it differs from
 another file in numbers, in a hurry: all errors are found, but its registers are not those of a
 release. Products of few tokens, whose sizes depend on the architecture, are compiled whole for
-Hopper alone.
+Hopper alone. Tests on a GPU run what `compiled_whole` compiles.
 """
 
 import fcntl
@@ -15,13 +15,14 @@ import math
 import os
 import pickle
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from twellctl.bundle import twell_nvrtc, twell_spec
+from twellctl.bundle.twell_nvrtc import Cubin
 from twellctl.bundle.twell_spec import HEAD_DIMS, KINDS, MOST_OF_BLOCK, entry
 from twellctl.here.resources import kernel_files
 
@@ -55,29 +56,44 @@ def nvrtc(major: int) -> twell_nvrtc.Nvrtc:
 
 
 @functools.cache
-def compiled(name: str, arch: str, major: int = 13) -> twell_nvrtc.Cubin:
+def compiled(name: str, arch: str, major: int = 13) -> Cubin:
     """The cubin of a source with `entries_for`; skips the test without that NVRTC."""
     library, entries = nvrtc(major), entries_for(name, arch, major)
-    read = repr(
-        (
-            name,
-            sorted(twell_nvrtc.compiled_files(name, SOURCES, arch).items()),
-            library.version,
-            arch,
-        )
-    )
-    key = hashlib.sha256((read + repr(entries)).encode()).hexdigest()
+    options = (*twell_nvrtc.OPTIONS, *([HURRIED] if is_hurried(name, arch, major) else []))
+    files = sorted(twell_nvrtc.compiled_files(name, SOURCES, arch).items())
+    read = repr((name, files, library.version, arch, options, entries))
+
+    def make() -> Cubin:
+        with (
+            mock.patch.dict(twell_spec.SOURCES, {name: entries}),
+            mock.patch.object(twell_nvrtc, "OPTIONS", options),
+        ):
+            return library.compile(name, SOURCES, arch)
+
+    return _made_once(hashlib.sha256(read.encode()).hexdigest(), make)
+
+
+def compiled_whole(name: str, sources: Mapping[str, bytes], arch: str) -> Cubin:
+    """As `twell_nvrtc.load_cubin`, out of TWELL_TEST_BUILDS in place of the user's cache.
+
+    A build is found again by what the product looks at: the version of NVRTC, the architecture,
+    the options and all text that is read. Versions of Python and of torch do not count.
+    """
+    library = twell_nvrtc.find_nvrtc()
+    if library is None:
+        raise twell_nvrtc.KernelError(twell_nvrtc.what_is_missing() or "NVRTC is not installed")
+    key = twell_nvrtc._key(name, sources, arch, library.version)
+    return _made_once(key, lambda: library.compile(name, sources, arch))
+
+
+def _made_once(key: str, make: Callable[[], Cubin]) -> Cubin:
+    """What a process that shares TWELL_TEST_BUILDS has made under `key`, else what `make` makes."""
     with (Path(os.environ["TWELL_TEST_BUILDS"]) / key).open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # whoever comes second waits, and reads
         file.seek(0)
         if kept := file.read():
             return pickle.loads(kept)
-        options = (*twell_nvrtc.OPTIONS, *([HURRIED] if is_hurried(name, arch, major) else []))
-        with (
-            mock.patch.dict(twell_spec.SOURCES, {name: entries}),
-            mock.patch.object(twell_nvrtc, "OPTIONS", options),
-        ):
-            cubin = library.compile(name, SOURCES, arch)
+        cubin = make()
         file.write(pickle.dumps(cubin))
     return cubin
 

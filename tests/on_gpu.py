@@ -1,11 +1,15 @@
-"""`pytestmark` and draws of tests/gpu. Where there is no GPU conftest.py leaves them out."""
+"""Marks and draws of tests/gpu. Where there is no GPU conftest.py leaves these tests out."""
 
 import pytest
 import torch
 from torch import Tensor
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-HOPPER = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="no Hopper GPU")]
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+on_hopper = pytest.mark.skipif(CAPABILITY != (9, 0), reason="no Hopper GPU")
+on_e4m3 = pytest.mark.skipif(
+    CAPABILITY < (8, 9), reason="FP8 products need compute capability 8.9 or newer"
+)
+HOPPER = [pytest.mark.gpu, on_hopper]
 
 
 def whole(*shape: int, most: int = 1) -> Tensor:

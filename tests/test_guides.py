@@ -55,6 +55,7 @@ ELSEWHERE = (
     ". .venv/bin/activate",
     "python3 -m venv .venv",
     "pytest -n 2",
+    "pytest tests/gpu",
     ".ci/run",
     "hf download",
     "curl -LO",

@@ -1,19 +1,58 @@
 """What tests on a GPU share."""
 
-import pytest
+import gc
+import os
+from unittest import mock
 
-from twellctl.bundle import twell_ffn, twell_reasons
+import pytest
+import torch
+from compiled import compiled_whole
+
+from twellctl.bundle import twell_ffn, twell_launch, twell_reasons
 from twellctl.bundle.twell_launch import KernelSet, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.decoding import opening
 from twellctl.here.own_kernels import own_kernels
+
+SHARE = opening.GPU_SHARE / int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_compiled_once():
+    """By one of the processes of a session, whatever cache a test uses, or ahead of it."""
+    with mock.patch.object(twell_launch, "load_cubin", compiled_whole):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory_is_shared():
+    """Caches of engines in several processes together take what one alone would take."""
+    with mock.patch.object(opening, "GPU_SHARE", SHARE):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_is_given_back():
+    """What torch keeps of the tests of a file is free for other processes after it."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")
-def kernels() -> KernelSet:
-    """Of GPU 0, where they can be compiled and launched."""
+def sources() -> str:
+    """The kernels, where they can be compiled and launched."""
     if said := what_is_missing():
         pytest.skip(said)
-    return kernels_for(own_kernels(), 0)
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("the kernels need compute capability 8.0")
+    return own_kernels()
+
+
+@pytest.fixture(scope="session")
+def kernels(sources) -> KernelSet:
+    """Those of GPU 0."""
+    return kernels_for(sources, 0)
 
 
 @pytest.fixture

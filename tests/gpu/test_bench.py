@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_gpu import on_hopper
 from shapes import write_config
 
 from twellctl.bench import model as bench_model_module
 from twellctl.bench.timing import GRAPHS, PLAIN, Timer
-from twellctl.bundle.twell_nvrtc import what_is_missing
 
 pytestmark = pytest.mark.gpu
 SIZES = {
@@ -26,14 +26,7 @@ SIZES = {
 FP8 = ["dense FP8 row-wise compile", "dense FP8 tensor-wise compile"]
 
 
-@pytest.fixture
-def has_kernels():
-    if said := what_is_missing():
-        pytest.skip(said)
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
-
-
+@pytest.mark.alone
 def test_graphs_and_plain_calls_agree():
     device = torch.device("cuda", torch.cuda.current_device())
     a, b = (torch.randn(4096, 4096, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -46,7 +39,9 @@ def test_graphs_and_plain_calls_agree():
     assert seconds[True] == pytest.approx(seconds[False], rel=0.2)
 
 
-def test_a_model_is_measured_eager_and_compiled(cli, has_kernels, monkeypatch, tmp_path):
+@on_hopper
+@pytest.mark.usefixtures("kernels")
+def test_a_model_is_measured_eager_and_compiled(cli, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_model_module, "COUNTED_TOKENS", 4096)
     words = ("--tokens", "8192", "--tokens", "256", "--seq-len", "1024", "--density", "0.02")
     words += ("--config", write_config(tmp_path, **SIZES), "--rounds", "2", "--json", "-")
@@ -67,9 +62,9 @@ def test_a_model_is_measured_eager_and_compiled(cli, has_kernels, monkeypatch, t
     assert " as fast as dense FP8" in found["sentences"][0]
 
 
-def test_a_model_in_fp8_is_compared_with_dense_bf16_and_fp8(
-    cli, has_kernels, monkeypatch, tmp_path
-):
+@on_hopper
+@pytest.mark.usefixtures("kernels")
+def test_a_model_in_fp8_is_compared_with_dense_bf16_and_fp8(cli, monkeypatch, tmp_path):
     monkeypatch.setattr(bench_model_module, "COUNTED_TOKENS", 4096)
     words = ("--tokens", "256", "--seq-len", "256", "--density", "0.02", "--quantize", "fp8")
     words += ("--config", write_config(tmp_path, **SIZES), "--rounds", "2", "--json", "-")
@@ -92,8 +87,10 @@ def test_an_export_is_measured_on_text(cli, relu_llama, text_file):
     assert json.loads(out)["sentences"][0].startswith("on this GPU this model is ")
 
 
+@on_hopper
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("how", [(), ("--fp8",), ("--train",)])
-def test_developers_may_time_one_ffn(has_kernels, how):
+def test_developers_may_time_one_ffn(how):
     script = Path(__file__).parents[2] / ".ci/time_ffn.py"
     words = ("--hidden-size=1024", "--intermediate-size=2048", "--tokens=4096", "--rounds=1")
     done = subprocess.run([sys.executable, script, *words, *how], capture_output=True, text=True)

@@ -3,16 +3,10 @@
 import json
 
 import pytest
-import torch
+from on_gpu import on_e4m3
 from shapes import write_config
 
-from twellctl.bundle.twell_nvrtc import what_is_missing
-
-pytestmark = pytest.mark.gpu
-needs_e4m3 = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
-    reason="FP8 products need compute capability 8.9",
-)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 1024,
@@ -23,14 +17,6 @@ SIZES = {
     "max_position_embeddings": 2048,
 }
 SHORT = ("--prompt-tokens", "32", "--new-tokens", "40", "--density", "0.02")
-
-
-@pytest.fixture(autouse=True)
-def _has_kernels():
-    if said := what_is_missing():
-        pytest.skip(said)
-    if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("no kernels for this GPU")
 
 
 def test_a_model_in_all_forms(cli, tmp_path):
@@ -55,7 +41,7 @@ def test_a_model_in_all_forms(cli, tmp_path):
     assert found["sentences"][0].startswith("on this GPU this model (random, 2 layers, ")
 
 
-@needs_e4m3
+@on_e4m3
 def test_a_model_in_fp8_in_all_forms(cli, tmp_path):
     words = ("--batch", "1", "--batch", "5", "--quantize", "fp8", "--json", "-")
     words += ("--config", write_config(tmp_path, **SIZES))

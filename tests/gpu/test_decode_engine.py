@@ -64,8 +64,8 @@ def ids_of(scheduler, prompts: list[list[int]], sampling: Sampling) -> list[list
 
 
 @pytest.fixture(autouse=True)
-def no_fallback(monkeypatch):
-    """Steps that are not captured would pass these tests too."""
+def captured_only(monkeypatch):
+    """A test fails if a step is not captured, with which it would pass, too."""
 
     def fail(reason: str, *rest) -> None:
         pytest.fail(f"not captured: {reason % rest}")

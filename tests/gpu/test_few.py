@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from on_gpu import whole
+from on_gpu import on_hopper, whole
 from torch import Tensor
 
-from twellctl.bundle import twell_ffn, twell_ways
+from twellctl.bundle import twell_ways
 from twellctl.bundle.twell_few import (
     FEW_TOKENS,
     few_gated,
@@ -25,33 +25,14 @@ from twellctl.bundle.twell_few import (
 from twellctl.bundle.twell_few_walk import takes_few_walk
 from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired
-from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for
-from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_launch import KernelSet, device_limits
 from twellctl.bundle.twell_sequence import dense_ffn
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.resources import kernel_files
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
-FILES = kernel_files()
 TOKENS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64]
-
-
-@pytest.fixture(scope="module")
-def sources() -> str:
-    """The kernels, where they can be compiled and launched."""
-    if said := what_is_missing():
-        pytest.skip(said)
-    if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("the kernels need compute capability 8.0")
-    if not takes_few(1, 8, device_limits(0), "bf16"):
-        pytest.skip("too little shared memory")
-    return register_sources(FILES)
-
-
-@pytest.fixture(scope="module")
-def kernels(sources) -> KernelSet:
-    return kernels_for(sources, 0)
 
 
 @dataclass
@@ -360,10 +341,10 @@ def test_errors_are_those_of_bf16(kernels, M, level, biases):
 # ---- in the routes of an export ----
 
 
+@pytest.mark.usefixtures("no_fallback")
 @pytest.mark.parametrize("way", ["pairs", "union"])
 def test_the_operator_takes_them(sources, way, monkeypatch):
     """Up to FEW_TOKENS tokens, whatever the strides of w_down; above, others."""
-    monkeypatch.setattr(twell_ffn, "say_once", lambda reason: pytest.fail(reason))
     taken = []
 
     def choose(kind, capturing, runs, *rest) -> str:
@@ -382,13 +363,11 @@ def test_the_operator_takes_them(sources, way, monkeypatch):
     assert taken == [f"few_{way}" in forms_for(M, 520, 128) for M in tokens for _ in range(2)]
 
 
+@pytest.mark.usefixtures("kernels", "no_fallback")
 def test_a_capture_that_comes_after_many_tokens_loads_nothing(monkeypatch, tmp_path):
     """All kernels are there after the first call, also those that it does not need."""
-    if said := what_is_missing():
-        pytest.skip(said)
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(twell_ffn, "say_once", lambda reason: pytest.fail(reason))
-    new = register_sources({name: text + b"\n// new\n" for name, text in FILES.items()})
+    new = register_sources(kernel_files() | {"new.txt": b""})  # a set that nothing has loaded
     weights = whole(96, 64), whole(96, 64), whole(64, 96)
     ffn = FFN(*weights[:2], weights[2].t(), None, None, None)
     many, few = (Problem(whole(M, 64), ffn) for M in (300, 5))
@@ -400,12 +379,11 @@ def test_a_capture_that_comes_after_many_tokens_loads_nothing(monkeypatch, tmp_p
     equal(y, few.y, few)
 
 
+@on_hopper
+@pytest.mark.usefixtures("no_fallback")
 def test_the_long_sequence_still_takes_few_tokens(sources, monkeypatch):
     """Which it does where a GPU has too little shared memory for the others."""
-    monkeypatch.setattr(twell_ffn, "say_once", lambda reason: pytest.fail(reason))
     monkeypatch.setattr(twell_ways, "takes_few", lambda *sizes: False)
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
     for seed in range(200):
         problem = random_problem(random.Random(seed))
         ffn = problem.ffn

@@ -8,19 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from on_gpu import on_e4m3
 from torch import Tensor
 
 from twellctl.bundle.twell_few import few_gated, few_linear, few_pairs, few_union
 from twellctl.bundle.twell_few_walk import takes_few_walk
 from twellctl.bundle.twell_format import fires
 from twellctl.bundle.twell_fp8 import round_weight
-from twellctl.bundle.twell_launch import KernelSet, device_limits, kernels_for
-from twellctl.bundle.twell_nvrtc import what_is_missing
+from twellctl.bundle.twell_launch import KernelSet, device_limits
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_weights import FFN
-from twellctl.here.own_kernels import own_kernels
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, on_e4m3]
 DEVICE = "cuda"
 TOKENS = [1, 2, 3, 8, 9, 16, 17, 33, 64]
 # K, N; K of the last is longer than stays beside 16 tokens
@@ -29,15 +28,6 @@ SIZES = [(128, 8), (1024, 24), (2176, 136), (4096, 1400), (16384, 520)]
 
 def limits() -> Limits:
     return device_limits(0)
-
-
-@pytest.fixture(scope="module")
-def kernels() -> KernelSet:
-    if said := what_is_missing():
-        pytest.skip(said)
-    if limits().capability < (8, 9):
-        pytest.skip("e4m3 needs compute capability 8.9")
-    return kernels_for(own_kernels(), 0)
 
 
 class Problem:

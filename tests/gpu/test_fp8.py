@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from on_gpu import on_e4m3
 from torch import Tensor
 
 from twellctl.bundle.twell_cache import reasons_said
@@ -17,7 +18,6 @@ from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 
 pytestmark = pytest.mark.gpu
-HAS_E4M3 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 IDS = (torch.arange(34).view(2, 17) * 37) % 512
 
 
@@ -42,7 +42,7 @@ def test_rows_are_rounded_to_the_same_bits():
     assert torch.equal(values.view(torch.uint8), there.cpu().view(torch.uint8))
 
 
-@pytest.mark.skipif(not HAS_E4M3, reason="FP8 products need compute capability 8.9")
+@on_e4m3
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("shape", [(1, 512, 64), (3, 64, 512), (65, 5632, 640), (70, 2048, 1520)])
 def test_fp8_products_err_as_bf16_rounds(shape, bias):
@@ -58,7 +58,7 @@ def test_fp8_products_err_as_bf16_rounds(shape, bias):
     assert error.mean() < 2**-9 * max(1, K / 4096) * wanted.abs().mean()
 
 
-@pytest.mark.skipif(not HAS_E4M3, reason="FP8 products need compute capability 8.9")
+@on_e4m3
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(
     "shape", [(1, 512, 64), (3, 64, 512), (65, 5632, 640), (257, 512, 640), (0, 64, 64)]
@@ -94,7 +94,7 @@ def test_an_ffn_is_the_same_where_the_products_do_not_run(dtype, sizes):
         assert (found - wanted).abs().mean() < 0.02 * wanted.abs().mean()
 
 
-@pytest.mark.skipif(not HAS_E4M3, reason="FP8 products need compute capability 8.9")
+@on_e4m3
 @pytest.mark.parametrize("sizes", [(30, 64), (64, 30)])
 def test_what_the_products_do_not_take_is_said_once(sizes):
     N, K = sizes

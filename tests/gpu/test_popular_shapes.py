@@ -17,12 +17,11 @@ from transformers import PreTrainedModel
 from twellctl.bundle import twell_ways
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons, gated_ffns
-from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.here.own_kernels import own_kernels
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels", "no_fallback")]
 DEVICE = "cuda"
 VOCABULARY = 4096
 DENSITIES = (0.005, 0.02, 0.08)
@@ -33,14 +32,6 @@ LEAST_ROWS = 16  # over which errors are taken: one rounding among few neurons i
 OPERATOR = 1.05  # an error may be so many times that of dense bf16
 ROWS, STEPS, PROMPT = (1, 2, 4, 16, 64), 2, 70
 ENGINE = 1.5  # so many times that of transformers in bf16, which rounds elsewhere
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> None:
-    if said := what_is_missing():
-        pytest.skip(said)
-    if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("the kernels need compute capability 8.0")
 
 
 class Popular:

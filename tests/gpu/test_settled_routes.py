@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from on_gpu import on_e4m3
 
 from twellctl.bundle import twell_route
 from twellctl.bundle.twell_ffn import fp8_ffn_beside, sparse_ffn
 from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, round_weight
-from twellctl.bundle.twell_launch import device_limits
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.here.own_kernels import own_kernels
 from twellctl.vllm.routes import Layer, engines_way, settle, token_counts
@@ -37,11 +37,10 @@ def test_nothing_is_measured_once_it_is_settled(monkeypatch, tmp_path):
         assert y.shape == x.shape
 
 
+@on_e4m3
 @torch.no_grad()
 def test_nothing_is_measured_over_fp8_weights_either(monkeypatch, tmp_path):
-    """Eager and captured, beside a dense way of the engine's own."""
-    if device_limits(0).capability < (8, 9):
-        pytest.skip("kernels over FP8 weights need compute capability 8.9 or newer")
+    """Eager and captured, where the engine has its own dense FFN."""
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TWELL_ROUTE", raising=False)
     device, counts = torch.device("cuda", 0), token_counts([24, 40], 1000)

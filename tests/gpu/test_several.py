@@ -21,6 +21,7 @@ from twellctl.training.runs import STATE_FILE, last_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs"),
 ]
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from on_gpu import whole
+from on_gpu import CAPABILITY, on_hopper, whole
 from torch import Tensor
 
 from twellctl.bundle import twell_ffn, twell_ways
@@ -20,7 +20,6 @@ from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired, pack
 from twellctl.bundle.twell_launch import device_limits, kernels_for
-from twellctl.bundle.twell_nvrtc import what_is_missing
 from twellctl.bundle.twell_sequence import launch_gate_pack
 from twellctl.convert import convert
 from twellctl.export import export
@@ -29,23 +28,13 @@ from twellctl.here.resources import kernel_files
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_fallback")]
 DEVICE = "cuda"
 TOLERANCE = 2e-2  # of numbers that are not whole, relative to the largest of a row
-FILES = kernel_files()
-
-
-@pytest.fixture(scope="module")
-def sources() -> str:
-    """The kernels, where they can be compiled and launched."""
-    if said := what_is_missing():
-        pytest.skip(said)
-    return register_sources(FILES)
 
 
 @pytest.fixture(params=["by rule", "walk", "lists"])
 def route(request, monkeypatch) -> str:
     """The ways of the route, one after the other, and not the fastest."""
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        pytest.skip(f"not a Hopper GPU: compute capability {capability}")
+    if CAPABILITY != (9, 0):
+        pytest.skip(f"not a Hopper GPU: compute capability {CAPABILITY}")
     wanted = {"walk": ("walk_gate", "pairs"), "lists": ("lists", "union")}.get(request.param, ())
 
     def choose(kind, capturing, runs, by_rule, count_density) -> str:
@@ -314,7 +303,7 @@ def test_threads_with_streams_of_their_own(sources, route):
 
 
 def test_two_sets_of_kernels(sources, route):
-    other = register_sources({name: text + b"\n// another\n" for name, text in FILES.items()})
+    other = register_sources(kernel_files() | {"another.txt": b""})
     assert other != sources
     problem = random_problem(random.Random(1))
     for kernels in (sources, other, sources, other):
@@ -356,7 +345,7 @@ def test_what_the_kernels_do_not_take_is_computed_plainly(sources, monkeypatch):
 
 @pytest.mark.parametrize("asked", ["dense", "auto", "twell"])
 def test_other_routes(sources, asked, monkeypatch, tmp_path):
-    if asked == "twell" and torch.cuda.get_device_capability() != (9, 0):
+    if asked == "twell" and CAPABILITY != (9, 0):
         pytest.skip("not a Hopper GPU")
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     problem = real_problem()
@@ -390,11 +379,10 @@ def test_a_compiled_model_of_an_export(make_model, sources, route, tmp_path):
 _NOT_FINITE = 1 << 30  # in a count
 
 
+@on_hopper
 @pytest.mark.parametrize("slots", [1, 37, 64, 256])
 @pytest.mark.parametrize("seed", range(12))
 def test_gate_pack_is_the_plain_form(sources, slots, seed):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("not a Hopper GPU")
     problem = random_problem(random.Random(1000 + seed))
     while not problem.exact:
         seed += 12

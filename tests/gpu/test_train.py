@@ -7,23 +7,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from twellctl.bundle import twell_ffn
-from twellctl.bundle.twell_ffn import register_sources, train_ffn
+from twellctl.bundle.twell_ffn import train_ffn
 from twellctl.bundle.twell_model import twell_class
 from twellctl.bundle.twell_train import plain_train_ffn
 from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.firing.synthetic import make_rows, make_weights, quantile
-from twellctl.here.resources import kernel_files
 
 pytestmark = [*HOPPER, pytest.mark.usefixtures("no_fallback")]
-FILES = kernel_files()
 NAMES = ("y", "x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 PENALTY = 1e-2
-
-
-@pytest.fixture(scope="module")
-def sources() -> str:
-    return register_sources(FILES)
 
 
 def problem(
