@@ -171,7 +171,7 @@ def _finetune(
     blocks = processes.in_all(lambda: runs.run_blocks(run, recipe))
     world.wait_for_everyone()  # from here on a process that fails may remove the folder
     together, tell = world.num_processes > 1, partial(_tell_of_the_lost, run, progress)
-    with quiet_transformers(), quiet_compiler(), processes.told_once():
+    with quiet_transformers(), quiet_compiler(), processes.reported_once():
         try:
             progress.doing("loading the model")
             trainer = build_trainer(checkpoint, teacher, recipe, run, blocks, progress)
@@ -190,7 +190,7 @@ def _finetune(
         except RuntimeError as error:
             if not processes.is_lost_process(error):
                 raise
-            if not processes.is_first_to_tell():
+            if not processes.is_first_to_report():
                 raise SystemExit(1) from error
             raise LostProcess(_LOST + _kept(run)) from error
         finally:
@@ -287,7 +287,7 @@ def _refuse_diverged(first: float | None, last: float | None, vocabulary: int, r
 
 def _tell_of_the_lost(run: Path, progress: Progress) -> None:
     """Of a process that waits for one that is gone, and will be killed."""
-    if processes.is_first_to_tell():
+    if processes.is_first_to_report():
         progress.fail(_LOST + _kept(run))
 
 

@@ -49,11 +49,11 @@ def from_all(value: Any) -> list[Any]:
 
 def check_same(what: dict[str, Any], remedy: str) -> None:
     """`TwellError`, in all processes, if one has other values than the first has."""
-    told = from_all(what)
-    for rank, theirs in enumerate(told):
-        others = [key for key in theirs | told[0] if theirs.get(key) != told[0].get(key)]
-        if others:
-            raise TwellError(f"process {rank} has another {others[0]} than the first: {remedy}")
+    first, *others = from_all(what)
+    for rank, theirs in enumerate(others, 1):
+        different = [key for key in theirs | first if theirs.get(key) != first.get(key)]
+        if different:
+            raise TwellError(f"process {rank} has another {different[0]} than the first: {remedy}")
 
 
 def average(tensors: Sequence[Tensor]) -> None:
@@ -98,21 +98,21 @@ def is_lost_process(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and closed)
 
 
-def is_first_to_tell() -> bool:
+def is_first_to_report() -> bool:
     """Whether no other process has said yet why the run ends; the launcher knows."""
     try:
-        return dist.distributed_c10d._get_default_store().add("twellctl_told", 1) == 1
+        return dist.distributed_c10d._get_default_store().add("twellctl_reported", 1) == 1
     except (RuntimeError, ValueError):  # the launcher is gone, or there was none
         return True
 
 
 @contextlib.contextmanager
-def told_once() -> Iterator[None]:
-    """What fails in the block is told by its process: those that wait for it say nothing more."""
+def reported_once() -> Iterator[None]:
+    """If the block fails, this process reports it: those that wait for it say nothing more."""
     try:
         yield
     except Exception:
-        is_first_to_tell()
+        is_first_to_report()
         raise
 
 

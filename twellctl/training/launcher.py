@@ -15,20 +15,8 @@ def as_launched(recipe: Recipe) -> Recipe:
     An accelerate config with FSDP2 is `--shard always`.
     """
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        value = os.environ.get(name, "0")
-        try:
-            int(value)
-        except ValueError:
-            raise TwellError(
-                f"{name} in the environment must be a whole number, got {shown(value)}: unset it, "
-                "or start with torchrun"
-            ) from None
-    here, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if torch.cuda.is_available() and here > num_gpus:
-        raise TwellError(
-            f"{here} processes were started on a machine with {num_gpus} GPUs: start one for each, "
-            f"torchrun --nproc-per-node {num_gpus}"
-        )
+        _check_number(name)
+    _check_num_processes()
     if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
         _check_fsdp()
         del os.environ["ACCELERATE_USE_FSDP"]  # else accelerate shards, too
@@ -37,6 +25,26 @@ def as_launched(recipe: Recipe) -> Recipe:
     if recipe.lora_rank and recipe.shard == "always":
         raise UsageError("LoRA is trained in replicas: leave out --lora-rank or --shard")
     return recipe
+
+
+def _check_number(name: str) -> None:
+    value = os.environ.get(name, "0")
+    try:
+        int(value)
+    except ValueError:
+        raise TwellError(
+            f"{name} in the environment must be a whole number, got {shown(value)}: unset it, or "
+            "start with torchrun"
+        ) from None
+
+
+def _check_num_processes() -> None:
+    here, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if torch.cuda.is_available() and here > num_gpus:
+        raise TwellError(
+            f"{here} processes were started on a machine with {num_gpus} GPUs: start one for each, "
+            f"torchrun --nproc-per-node {num_gpus}"
+        )
 
 
 def _check_fsdp() -> None:
