@@ -29,6 +29,12 @@ from twellctl.training.runs import last_checkpoint
 from twellctl.training.trainer import SparseTrainer
 
 
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Two are tried, where a test does not look at what they took."""
+    monkeypatch.setattr(module, "STEPS", 2)
+
+
 def test_it_measures_and_writes_nothing(success, relu_llama, text_file, tmp_path):
     words = (f"--data={text_file}", "--seq-len=32", "--batch-size=4", "--micro-batch-size=2")
     out, more = tmp_path / "out", ("--max-steps=5000", "--dry-run")
@@ -92,6 +98,7 @@ def test_too_little_text_is_refused_as_by_the_run(relu_llama, tmp_path):
     assert str(found.value) == str(by_the_run.value)
 
 
+@pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize(
     ("flag", "density"), [("target-sparsity=0.75", "0.25"), ("l1-schedule=constant", None)]
 )
@@ -106,6 +113,7 @@ def test_the_speed_at_the_target_is_left_to_bench(
     assert ("bench" in stdout) == (density is not None)
 
 
+@pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_checkpoint_takes_what_is_said(relu_llama, text_file, tmp_path, capsys, optimizer):
     recipe = small(text_file, save_steps=2, optimizer=optimizer)
@@ -121,6 +129,7 @@ def test_a_checkpoint_takes_what_is_said(relu_llama, text_file, tmp_path, capsys
     assert told in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_what_does_not_fit_is_tried_in_less_memory(relu_llama, text_file, monkeypatch):
     tried, built = [], []
     build, compute_loss = module.build_trainer, SparseTrainer.compute_loss
@@ -212,6 +221,7 @@ def test_what_cannot_fit_is_not_even_loaded(relu_llama, text_file, monkeypatch):
     assert tried == []
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_the_compilers_advice_is_not_shown(relu_llama, text_file, monkeypatch, recwarn):
     compute_loss = SparseTrainer.compute_loss
 
@@ -247,6 +257,7 @@ def test_refusals(relu_llama, text_file, tmp_path):
         dry_run(relu_llama, small(text_file, seq_len=512))
 
 
+@pytest.mark.usefixtures("few_steps")
 def test_no_recorded_part_is_left(relu_llama, text_file, monkeypatch):
     """A process that has one left would not end."""
     trainers, train = [], SparseTrainer.train
