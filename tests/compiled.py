@@ -34,8 +34,7 @@ OTHERS_TEXT = {f"{entry(f'decode/step_{K}', kind)}.cu" for K in MOST_OF_BLOCK fo
 OTHERS_TEXT -= {"decode/step_4096.cu", "decode/step_1536_e4m3.cu"}
 OTHERS_TEXT |= {f"decode/attend_{D}.cu" for D in HEAD_DIMS if D != 128}
 OTHERS_TEXT |= {
-    f"{entry(name, 'e4m3')}.cu"
-    for name in ("ffn/gate_pack", "ffn/heavy", "ffn/few_linear", "ffn/few_hidden", "ffn/few_down")
+    f"{entry(name, 'e4m3')}.cu" for name in ("ffn/few_linear", "ffn/few_hidden", "ffn/few_down")
 }
 OTHERS_TEXT |= {f"{entry(name, 'e4m3')}.cu" for name in ("ffn/few_walk", "decode/few_gated")}
 # of .nv.info: attributes that have their size with them; launch bounds, a parameter, blocks of a

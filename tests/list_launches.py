@@ -1,10 +1,8 @@
-"""`up`, `hidden` and `down` by themselves, over lists of list_builder.py, for a kind of weights."""
+"""`up`, `hidden` and `down` by themselves, over lists of list_builder.py."""
 
 import numpy as np
 import torch
 from list_builder import Lists, masks_of
-
-from twellctl.bundle.twell_spec import entry
 
 DOWN_STAGES = 32768  # bytes of shared memory beside a panel
 
@@ -21,26 +19,19 @@ def nan(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def run_up(
-    kernels,
-    device: str,
-    lists: Lists,
-    x,
-    w_up,
-    ranges: tuple[int, int],
-    slabs: int,
-    kind: str = "bf16",
+    kernels, device: str, lists: Lists, x, w_up, ranges: tuple[int, int], slabs: int
 ) -> torch.Tensor:
     """float32 [Q, places], over NaN; `ranges`: slabs of each, and those of neurons."""
-    shape, K, width = lists.shape, x.shape[1], 128 if kind == "e4m3" else 64
-    num_ranges = -(-(K // width) // ranges[0])
+    shape, K = lists.shape, x.shape[1]
+    num_ranges = -(-(K // 64) // ranges[0])
     places = shape.num_tiles * shape.tile_tokens * shape.cap
     partial = nan(num_ranges, places, device=device)
     kernels.launch(
-        entry("up", kind),
+        "up",
         (shape.num_tiles, num_ranges, ranges[1]),
         512,
         (
-            *(there(x, device), there(w_up, device), shape.M, shape.N, 64 * K // width),
+            *(there(x, device), there(w_up, device), shape.M, shape.N, K),
             *(shape.tile_tokens, shape.cap, ranges[0], there(lists.pair_start, device)),
             *(there(lists.pairs, device), partial, np.int64(places)),
         ),
@@ -50,22 +41,14 @@ def run_up(
 
 
 def run_hidden(
-    kernels,
-    device: str,
-    lists: Lists,
-    partial,
-    bias,
-    grid,
-    room: int,
-    kind: str = "bf16",
-    scales=None,
+    kernels, device: str, lists: Lists, partial, bias, grid, room: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bits of the rounds, and masks; `scales` of tokens and of neurons."""
+    """Bits of the rounds, and masks."""
     shape, rounds = lists.shape, there(lists.rounds, device).clone()
     masks = torch.zeros(masks_of(lists).shape, dtype=torch.int32, device=device)
     made = there(lists.num_rounds, device), rounds, masks, None
     kernels.launch(
-        entry("hidden", kind),
+        "hidden",
         grid or (shape.num_tiles,),
         512,
         (
@@ -73,31 +56,27 @@ def run_hidden(
             *(there(part, device) for part in (lists.links, lists.pair_start, lists.pairs)),
             *(shape.M, shape.N, shape.tile_tokens, shape.cap, shape.panel_rows),
             *(shape.num_panels, shape.group_rounds, there(bias, device), *made),
-            *(there(scale, device) for scale in scales or (None, None)),
         ),
         2 * room,
     )
     return rounds.cpu().numpy().view(np.uint16).reshape(-1), masks.cpu().numpy().view(np.uint32)
 
 
-def run_down(
-    kernels, device: str, lists: Lists, rounds, w_down, bias, splits: int, kind="bf16", scales=()
-) -> np.ndarray:
-    """float32 [M, K]: y, over NaN; `w_down` [N, K]; `scales` of tokens and of columns."""
-    shape, K, width = lists.shape, w_down.shape[1], 32 if kind == "e4m3" else 16
+def run_down(kernels, device: str, lists: Lists, rounds, w_down, bias, splits: int) -> np.ndarray:
+    """float32 [M, K]: y, over NaN; `w_down` [N, K]."""
+    shape, K = lists.shape, w_down.shape[1]
     y = nan(shape.M, K, device=device, dtype=torch.bfloat16)
     sums = nan(8 * shape.num_groups, K, device=device) if shape.num_panels > 1 else None
     given = (w_down, bias, lists.num_rounds, rounds, masks_of(lists))
     given = [there(part, device) for part in given]
     for panel in range(shape.num_panels):
         kernels.launch(
-            entry("down", kind),
-            (K // width, splits),
+            "down",
+            (K // 16, splits),
             512,
             (
-                *(*given, shape.M, shape.N, 16 * K // width, panel, shape.panel_rows),
+                *(*given, shape.M, shape.N, K, panel, shape.panel_rows),
                 *(shape.num_panels, shape.group_rounds, sums, y),
-                *(there(scale, device) for scale in scales),
             ),
             shape.panel_rows * 32 + DOWN_STAGES,
         )

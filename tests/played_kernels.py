@@ -12,7 +12,7 @@ from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_ways import FEW_WAYS, Way
-from twellctl.decoding import down_copies, few_ways, kernel_decoder, kernel_fit
+from twellctl.decoding import few_ways, kernel_decoder, kernel_fit
 from twellctl.decoding.attention import Rotary, head_width
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.sampler import Field, choose
@@ -161,7 +161,6 @@ def stand_in(monkeypatch) -> Kernels:
     monkeypatch.setattr(few_ways, "few_linear", linear)
     monkeypatch.setattr(few_ways, "few_gated", gated)
     monkeypatch.setattr(few_ways, "FEW_WAYS", tuple(map(played, FEW_WAYS)))
-    monkeypatch.setattr(kernel_decoder, "BY_COLUMNS", noted(few_ways.BY_COLUMNS))
-    monkeypatch.setattr(down_copies, "gpu_memory", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(kernel_decoder, "DENSE", noted(few_ways.DENSE))
     monkeypatch.setattr(twell_ways, "WAYS", tuple(map(played, twell_ways.WAYS)))
     return made

@@ -1,4 +1,4 @@
-"""Lists and sums of the backward pass, and `down`, emulated on the CPU: what tests/gpu/ asks."""
+"""Kernels for lists of the forward and the backward pass, emulated: what tests/gpu/ asks."""
 
 import importlib.util
 from pathlib import Path
@@ -64,8 +64,16 @@ def test_as_on_a_gpu(kernels, name, given):
     getattr(of_grad, name)(kernels, *given)
 
 
-@asked({"test_down_gives_y": [(*case, 3, True) for case in small(of_down.CASES)]})
-def test_down_as_on_a_gpu(kernels, name, given):
+SMALL = small(of_down.CASES)
+OF_FORWARD = {
+    "test_up_gives_partial_products": in_turn(SMALL, ((99, 1, 2), (1, 1, 1))),
+    "test_hidden_fills_the_rounds": in_turn(SMALL, ((True, 3, (7, 3), 0), (True, 7, None, 64))),
+    "test_down_gives_y": [(*case, 3, True) for case in SMALL],
+}
+
+
+@asked(OF_FORWARD)
+def test_the_forward_pass_as_on_a_gpu(kernels, name, given):
     getattr(of_down, name)(kernels, *given)
 
 

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import emulated_step
 import emulated_walk
 import pytest
-import test_heavy_walk
 import torch
 from compiled import EVERY_CASE
 from emulated_kernels import EmulatedKernels, needs_emulator
-from test_emulated_e4m3 import of_lists, of_many, walked
 from test_emulated_few import FewKernels, of_e4m3
-from test_emulated_grad import of_grad
+from test_emulated_grad import of_down, of_grad
 
 from twellctl.bundle.twell_few_walk import plan_few_walk
 from twellctl.bundle.twell_plan import Limits
@@ -75,41 +73,11 @@ def screened(kernels: EmulatedKernels) -> None:
     step(kernels, "screened", mapped=40, missed=-0.4)
 
 
-def e4m3(kernels: EmulatedKernels) -> None:
-    """x in e4m3, and each kernel of many tokens: rows in two panels."""
-    of_lists.test_rows_are_rounded_as_the_judge_does(kernels, 70, 384, True)
-    small = of_lists.CASES[1]
-    of_lists.test_up_gives_partial_products(kernels, *small, 1, 1, 2)
-    for how in ((3, (7, 3), 0), (2, None, 64)):
-        of_lists.test_hidden_fills_the_rounds(kernels, *small, True, *how)
-    of_lists.test_down_gives_y(kernels, *small, 1, True)
-
-
-def hidden_rows(kernels: EmulatedKernels) -> None:
-    """h in e4m3, for torch's product: some rows, and rows of more columns than registers hold."""
-    for M, N in ((20, 264), (2, 16392)):
-        of_lists.test_hidden_rows_are_rounded_as_the_judge_does(kernels, M, N)
-        of_lists.test_hidden_rows_of_bare_sums(kernels, M, N, True)
-
-
-def walk_e4m3(kernels: EmulatedKernels) -> None:
-    """Some hundred tokens over e4m3 weights, of pairs in several batches of a way."""
-    torch.manual_seed(3)
-    problem = of_many.random_problem(3, 2048, 520, mean=-1.4, bias=True, decades=1.0)
-    walked(kernels, problem)
-
-
-def heavy_rows(kernels: EmulatedKernels, kind: str = "bf16") -> None:
-    """Few heavy rows behind either gate; no tile, some and all are multiplied anew."""
-    by_clusters = test_heavy_walk.OnCpu(kernels.sources)
-    problem = test_heavy_walk.random_problem(3, 128, 4360, kind, seed=1)
-    for packed, slots in ((True, 256), (True, 115), (True, 2), (False, 1)):
-        y = test_heavy_walk.walked(by_clusters, problem, [2, 0], packed, slots)
-        test_heavy_walk.check(problem, y, [2, 0])
-
-
-def heavy_rows_e4m3(kernels: EmulatedKernels) -> None:
-    heavy_rows(kernels, "e4m3")
+def forward(kernels: EmulatedKernels) -> None:
+    """`up` and `hidden` of several panels."""
+    case = of_down.CASES[7]
+    of_down.test_up_gives_partial_products(kernels, *case, 1, 1, 2)
+    of_down.test_hidden_fills_the_rounds(kernels, *case[:2], True, 3, (7, 3), 0)
 
 
 @dataclass(frozen=True)
@@ -128,8 +96,6 @@ def of(run: Callable, file: str, wrong: str | None, *rows: tuple[str, ...]) -> d
 
 RACE = "a race"
 MUTATIONS = (
-    of(e4m3, "ffn/quantise.cuh", None,
-       ("rows of zeros", "scale < kSmallestScale ?", "scale < 0.f ?")),
     of(few, "ffn/few_down.cu", "another block of the cluster",
        ("no barrier of the cluster", "        product.add_warps();\n        cluster_sync();",
         "        product.add_warps();")),
@@ -137,10 +103,6 @@ MUTATIONS = (
        ("ends while others read", "    if (BLOCKS > 1) cluster_sync();  //", "    //")),
     of(few, "tile/few_product.cuh", RACE,
        ("no wait for a stage", "wait_for_copies<kStages - 1>();")),
-    of(heavy_rows, "ffn/heavy_walk.cuh", "being read",
-       ("written while read", "            __syncwarp();\n")),
-    of(hidden_rows, "ffn/quantise_hidden.cu", None,
-       ("what does not fire", "gates & fires_pair(gates)", "gates")),
     of(lists, "train/grad_lists.cu", "trap",
        ("16 bytes less", "(ranks + 16 * words);", "(ranks + 16 * words - 4);")),
     of(pairs_e4m3, "ffn/few_walk_numbers.cuh", None,
@@ -161,33 +123,13 @@ MUTATIONS = (
         "Numbers::load(x + row + K + column)")),
     of(walk, "ffn/few_walk.cuh", "without a fence",
        ("no fence behind mbarriers' beginning", "barrier_init_fence();")),
-    of(walk_e4m3, "ffn/walk.cuh", RACE,
-       ("no wait for up", "        __syncthreads();\n        find_hidden();", "find_hidden();")),
 )  # fmt: skip
 # found by the same test as others of their kind, or slowly
 MORE = (
-    of(e4m3, "ffn/down.cuh", None,
-       ("columns side by side", "permute_bytes(octet1, 0, 0x3120)", "octet1")),
-    of(e4m3, "ffn/hidden.cuh", None,
-       ("another token's power", "hidden(gate, up, code >> COLUMN_BITS)", "hidden(gate, up, 0)")),
-    of(e4m3, "ffn/up.cuh", None,
-       ("one half of the weights", "a.w, a8.w, b.z, b.w);", "a.w, a8.w, b.z, b.z);")),
-    of(heavy_rows, "ffn/heavy_walk.cuh", None,
-       ("too many slots taken as whole", "count <= num_slots;", "count >= 0;")),
-    of(heavy_rows, "ffn/heavy_walk.cuh", "in front",
-       ("no wait for the list", "        wait_for_previous();\n")),
-    of(heavy_rows, "ffn/heavy_walk.cuh", "may not have begun",
-       ("no wait for the cluster",
-        "        cluster_wait();  // all blocks are there, and their barriers\n")),
-    of(heavy_rows, "ffn/heavy_walk.cuh", "no such memory",
-       ("without the rest", "min(TILE, sizes.N - first)", "TILE")),
-    of(heavy_rows_e4m3, "ffn/heavy_walk.cuh", None,
-       ("no scale of the token", "x.back *= tokens[token].x;")),
-    of(hidden_rows, "ffn/quantise.cuh", None,
-       ("-0 as 0", "(quotient, scale, -x), -one_over", "(-quotient, scale, x), one_over")),
-    of(hidden_rows, "ffn/quantise_hidden.cu", None,
-       ("columns behind the registers", "load_constant(up + at)", "load_constant(up)"),
-       ("no bias", "if (bias) add(", "if (false) add(")),
+    of(forward, "ffn/hidden.cu", None,
+       ("the bias of another neuron", "(from.b_up + first_column + (", "(from.b_up + (")),
+    of(forward, "ffn/up.cu", None,
+       ("one half of the weights", "a8.w, weights.z, weights.w);", "a8.w, weights.z, weights.z);")),
     of(pairs_e4m3, "ffn/few_walk.cuh", None,
        ("no scale of up", "up *= scale;", "up *= 1.f;"),
        ("another column's scale", "column_scales(n)", "column_scales(own)")),
@@ -233,10 +175,6 @@ MORE = (
        ("no wait for the cluster", "    cluster_wait();")),
     of(walk, "ffn/few_walk.cuh", "no such memory",
        ("a tail of one more", "first + i * threads < end,", "first + i * threads <= end,")),
-    of(walk_e4m3, "ffn/walk.cuh", None,
-       ("no scale of the token", "up * tokens[blockIdx.x].x *", "up *"),
-       ("another column's scale", "(columns + first)", "(columns)"),
-       ("one way of all", "for (int i = 0; i < ways; ++i) {", "for (int i = 0; i < 1; ++i) {")),
 )  # fmt: skip
 ALL = dict(ChainMap(*MUTATIONS, *(MORE if EVERY_CASE else ())))
 RUNS = {mutation.run for mutation in ALL.values()}

@@ -1,7 +1,5 @@
 """The judge of FP8: what is rounded how, against float64; the layers that hold such weights."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,6 @@ from twellctl.bundle.twell_fp8 import (
     Fp8Weight,
     fp8_ffn,
     fp8_linear,
-    joined,
     round_rows,
     round_weight,
 )
@@ -144,23 +141,6 @@ def test_autocast_changes_nothing():
     wanted = fp8_linear(x, weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(fp8_linear(x, weight), wanted)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_two_weights_are_joined_where_they_lie_so(bias):
-    both = weight_of(12, 32, seed=17, bias=bias)
-    first, second = both.chunk(2)
-    found = joined(first, second)
-    for name in ("values", "scale", "bias"):
-        tensor, wanted = getattr(found, name), getattr(both, name)
-        assert (tensor is None) == (wanted is None)
-        if wanted is not None:
-            assert (tensor.data_ptr(), tensor.shape) == (wanted.data_ptr(), wanted.shape)
-    assert joined(second, first) is None
-    assert joined(first, first) is None
-    assert joined(first, replace(second, scale=second.scale.clone())) is None
-    assert joined(first, replace(second, values=second.values[:3])) is None
-    assert joined(first, replace(second, bias=None)) is None or not bias
 
 
 def fp8_layer(bias: bool = True) -> Fp8Linear:

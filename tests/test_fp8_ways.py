@@ -7,13 +7,12 @@ import pytest
 import torch
 from launched import ways_by_tokens
 from test_fp8 import spread, weight_of
-from test_ways import A100, H200, L4, OF_HOPPER, as_on_an_h200
+from test_ways import A100, H200, L4, as_on_an_h200
 from torch import Tensor, nn
 
 from twellctl.bundle import twell_ffn, twell_fp8, twell_model, twell_reasons, twell_route
 from twellctl.bundle.twell_cache import reasons_said
-from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
-from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn, joined
+from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_ways import WAYS, Problem, Way, dense_products, ways_of
@@ -25,7 +24,14 @@ K, N = 128, 256
 @pytest.mark.parametrize(
     ("limits", "lines"),
     [
-        (H200, OF_HOPPER),
+        (
+            H200,
+            [
+                "1 to 3 tokens: union, dense",
+                "4 to 64 tokens: pairs, union, dense",
+                "65 and more tokens: dense",
+            ],
+        ),
         (B200, ["1 to 64 tokens: union, dense", "65 and more tokens: dense"]),
         (L4, ["1 to 32 tokens: union, dense", "33 and more tokens: dense"]),
     ],
@@ -33,8 +39,7 @@ K, N = 128, 256
 def test_who_takes_fp8_weights(limits, lines):
     assert list(ways_by_tokens(limits, N=5632, K=2048, kind="e4m3")) == lines
     given = Problem(4096, 5632, 2048, limits, kind="e4m3")
-    own = ["walk_gate", "lists"] if limits.hopper else ["dense"]
-    assert [way.name for way in ways_of("twell", given)] == own
+    assert [way.name for way in ways_of("twell", given)] == ["dense"]
 
 
 class Operator:
@@ -74,7 +79,6 @@ def operator(monkeypatch, tmp_path):
 
     as_on_an_h200(monkeypatch, tmp_path, way, measure)
     monkeypatch.setattr(twell_reasons, "device_limits", lambda index: H200)
-    monkeypatch.setattr(twell_ffn, "takes_hopper_kernels", lambda index: True)
     monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return call
@@ -82,10 +86,9 @@ def operator(monkeypatch, tmp_path):
 
 def test_all_ways_are_measured_and_kept_apart_from_those_of_bf16(operator):
     operator(16)
-    operator(100)
-    operator(100)
-    many = ["walk_gate", "lists", "dense"]
-    assert operator.timed == [["pairs", "union", "dense"], many]
+    operator(2)
+    operator(2)
+    assert operator.timed == [["pairs", "union", "dense"], ["union", "dense"]]
     kinds = twell_route.known_choices()
     assert all("e4m3" in kind.kernels for kind in kinds)
     assert {kind.density for kind in kinds} == {None}
@@ -93,39 +96,33 @@ def test_all_ways_are_measured_and_kept_apart_from_those_of_bf16(operator):
 
 @pytest.mark.parametrize("turned", [True, False])
 def test_kernels_get_rows_of_neurons_and_dense_products_what_is_stored(operator, turned):
-    for M, route in ((16, "twell"), (100, "twell"), (5000, "twell"), (100, "auto")):
+    for M, route in ((16, "twell"), (2, "twell"), (100, "twell"), (16, "auto")):
         operator(M, route, turned=turned)
-    own = [(name, True) for name in ("pairs", "walk_gate", "lists")]
-    assert operator.ran == [*own, ("dense", False)]
+    assert operator.ran == [("pairs", True), ("union", True), ("dense", False), ("dense", False)]
 
 
-def test_the_route_dense_is_the_way_dense_and_no_rows_are_torchs(operator):
-    assert operator(100, "dense").shape == (100, K)
-    assert operator(0).shape == (0, K)
-    assert (operator.ran, operator.timed) == ([("dense", False)], [])
-
-
-@pytest.mark.parametrize("hopper", [False, True])
-def test_without_kernels_dense_is_torchs_as_is_said_on_hopper(operator, monkeypatch, hopper):
+def test_the_route_dense_and_no_rows_ask_for_no_kernels(operator, monkeypatch):
     monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: "no kernels")
-    monkeypatch.setattr(twell_ffn, "takes_hopper_kernels", lambda *asked: hopper)
     with reasons_said() as said:
-        operator(100, "dense")
-    assert (operator.ran, len(said)) == ([], int(hopper))
+        assert operator(100, "dense").shape == (100, K)
+        assert operator(0).shape == (0, K)
+    assert (operator.ran, operator.timed, said) == ([], [], [])
 
 
-def test_the_route_dense_loads_its_own_kernels_alone():
-    dense = set(DENSE_E4M3_KERNELS)
-    entries = twell_reasons._e4m3_entries
-    assert set(entries(H200, "dense")) == dense < set(entries(H200, "auto"))
-    assert entries(B200, "dense") == ()
-    assert not dense & set(entries(B200, "auto"))
+def test_many_tokens_do_not_reach_the_operator(monkeypatch):
+    """So torch.compile sees into their dense products."""
+    called = []
+    monkeypatch.setattr(twell_ffn, "_fp8_ffn_op", lambda *given: called.append(len(given[0])))
+    monkeypatch.setattr(twell_ffn, "fp8_ffn", lambda x, *weights: x)
+    gate, up, down = (weight_of(*size, seed=1) for size in [(N, K), (N, K), (K, N)])
 
+    class OnCuda(Tensor):
+        is_cuda = True
 
-def test_kernels_round_for_the_way_dense_on_hopper_alone():
-    for limits, kind, run in ((H200, "e4m3", 1), (B200, "e4m3", 0), (H200, "bf16", 0)):
-        (way,) = ways_of("dense", Problem(100, 5632, 2048, limits, kind=kind))
-        assert way is WAYS[-1 - run]
+    for M in (64, 65):
+        x = torch.zeros(M, K).as_subclass(OnCuda)
+        twell_ffn.sparse_fp8_ffn(x, gate, up, down, sources="a")
+    assert called == [64]
 
 
 def test_what_the_kernels_do_not_take_is_said(operator, monkeypatch):
@@ -168,26 +165,6 @@ def test_no_kernel_reads_other_dtypes(operator, wrong):
     assert operator.ran == []
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({}, None),
-        ({"values": torch.ones(16, 32)}, "e4m3, with scales in float32"),
-        ({"scale": torch.ones(16, 1).bfloat16()}, "e4m3, with scales in float32"),
-        ({"scale": torch.ones(1)}, "e4m3, with scales in float32"),
-        ({"bias": torch.ones(16)}, "biases of the dtype of their inputs"),
-        ({"scale": torch.ones(16, 2)[:, :1]}, "contiguous weights"),
-    ],
-)
-def test_a_linear_layer_that_no_kernel_reads(change, said):
-    weight = replace(weight_of(16, 32, seed=1, bias=True), **change)
-    if "bias" not in change:
-        weight = replace(weight, bias=weight.bias.bfloat16())
-    asked = weight.values, weight.scale, weight.bias, torch.bfloat16
-    found = twell_reasons.why_not_e4m3_linear(*asked)
-    assert found is None if said is None else said in found
-
-
 def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
     """It is measured beside the others under its name, and runs where it is asked for."""
     ran = []
@@ -199,14 +176,14 @@ def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
     own = Way("engine", lambda p: True, run, own=False, by_rows=False)
     weights = *operator.weights, operator.weights[-1].values.t().contiguous()
     numbers = {"tile": 256, "slots": 64, "sources": "a", "density": 0.02}
-    for M in (16, 100):
+    for M in (16, 2):
         x = spread(M, K, seed=9, decades=0.2).bfloat16()
         y = twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)
         assert torch.equal(y, fp8_ffn(x, *operator.weights))
-    ways = [["pairs", "union", "engine"], ["walk_gate", "lists", "engine"]]
+    ways = [["pairs", "union", "engine"], ["union", "engine"]]
     assert operator.timed == ways
     assert [list(kind.ways) for kind in twell_route.known_choices()] == ways
-    assert operator.ran == [("pairs", True), ("walk_gate", True)]
+    assert operator.ran == [("pairs", True), ("union", True)]
     assert ran == []
     monkeypatch.setenv("TWELL_ROUTE", "dense")
     twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)
@@ -215,7 +192,7 @@ def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
     with reasons_said() as said:
         twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)
     assert len(said) == 1
-    assert ran == [100, 100]
+    assert ran == [2, 2]
 
 
 # ---- how weights lie
@@ -254,43 +231,13 @@ def test_an_fp8_layer_keeps_both_layouts_and_stores_one(monkeypatch):
     assert copy.deepcopy(down).turned.shape == (6, 32)
 
 
-def test_gate_and_up_lie_behind_one_another(monkeypatch):
-    ffn = as_if_on_a_gpu(monkeypatch)
-    gate, up = ffn.gate_proj, ffn.up_proj
-    both = joined(gate.fp8_weight, up.fp8_weight)
-    assert both.values.shape == (12, 32)
-    assert set(ffn.state_dict()) == set(bare_ffn().state_dict())
-    up.load_state_dict({name: torch.ones_like(t) for name, t in up.state_dict().items()})
-    assert torch.equal(both.values[6:].float(), torch.ones(6, 32))
-    assert joined(gate.fp8_weight, up.fp8_weight) is not None
-
-
-def test_gate_and_up_keep_their_values(monkeypatch):
+def test_all_layers_keep_their_values(monkeypatch):
     ffn = bare_ffn()
     was = {name: t.clone() for name, t in ffn.state_dict().items()}
     as_if_on_a_gpu(monkeypatch, ffn=ffn)
     now = ffn.state_dict()
     assert now.keys() == was.keys()
     assert all(torch.equal(now[name].float(), was[name].float()) for name in was)
-
-
-def test_fused_layers_lie_so_already(monkeypatch):
-    ffn = bare_ffn()
-    fused = Fp8Linear(32, 12, bias=False)
-    fused.weight.data = torch.cat([ffn.gate_proj.weight, ffn.up_proj.weight])
-    ffn.gate_up_proj = fused
-    del ffn.gate_proj, ffn.up_proj
-    pointer = as_if_on_a_gpu(monkeypatch, ffn=ffn).gate_up_proj.weight.data_ptr()
-    assert pointer == fused.weight.data_ptr()
-    assert joined(*fused.fp8_weight.chunk(2)).values.data_ptr() == pointer
-    assert ffn.down_proj.turned is not None
-
-
-def test_unlike_layers_are_not_laid_together(monkeypatch):
-    ffn = bare_ffn()
-    ffn.up_proj = nn.Linear(32, 6, bias=False)
-    as_if_on_a_gpu(monkeypatch, ffn=ffn)
-    assert ffn.up_proj.weight.untyped_storage().nbytes() == 4 * 6 * 32
 
 
 def test_a_layer_that_moves_drops_the_second_layout(monkeypatch):

@@ -21,10 +21,9 @@ from compiled import (
 )
 
 from twellctl.bundle import twell_few, twell_spec
-from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_nvrtc import KernelError, compiled_files, static_shared
 from twellctl.bundle.twell_plan import STATIC_SMEM
-from twellctl.bundle.twell_reasons import GRAD_KERNELS, HOPPER_E4M3_KERNELS, HOPPER_KERNELS
+from twellctl.bundle.twell_reasons import GRAD_KERNELS, HOPPER_KERNELS
 from twellctl.bundle.twell_spec import (
     ENTRY_FILES,
     KINDS,
@@ -41,7 +40,6 @@ FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so 
 HOPPER_ONLY = {ENTRY_FILES[e] for e in (*HOPPER_KERNELS, *GRAD_KERNELS)}
 HOPPER_ONLY |= {f"{entry(f'decode/step_{K}', kind)}.cu" for K in MOST_OF_BLOCK for kind in KINDS}
 HOPPER_ONLY |= {f"{entry('ffn/few_walk', kind)}.cu" for kind in KINDS}
-HOPPER_ONLY |= {ENTRY_FILES[e] for e in (*HOPPER_E4M3_KERNELS, *DENSE_E4M3_KERNELS)}
 # of two kinds of numbers, NVRTC 12 compiles the kernels over e4m3: these include the others' parts
 WITH_E4M3 = {name for name in SOURCES if f"{entry(name.removesuffix('.cu'), 'e4m3')}.cu" in SOURCES}
 OTHER_SIZES = {name for name in OTHERS_TEXT if name.startswith(("decode/step", "decode/attend"))}
@@ -113,10 +111,7 @@ def test_a_changed_number_compiles_anew_what_uses_it(monkeypatch):
 
     before = {name: spec_of(name) for name in SOURCES if name.endswith(".cu")}
     monkeypatch.setitem(twell_spec.NUMBERS, "UP_BLOCK", 256)
-    assert [name for name, was in before.items() if spec_of(name) != was] == [
-        "ffn/up.cu",
-        "ffn/up_e4m3.cu",
-    ]
+    assert [name for name, was in before.items() if spec_of(name) != was] == ["ffn/up.cu"]
 
 
 def test_the_first_error_of_the_compiler_is_reported():

@@ -173,7 +173,7 @@ def test_an_export_carries_the_source_of_each_kernel_that_its_code_names():
             nodes = ast.walk(ast.parse(file.read_text()))
             named |= {node.value for node in nodes if isinstance(node, ast.Constant)}
     named &= {*ENTRY_FILES}
-    assert {"gate_pack", "plan_cluster", "grad_x", "walk_gate"} <= named
+    assert {"gate_pack", "plan_cluster", "grad_x", "heavy_down"} <= named
     carried_sources = {name for name in carried() if name.endswith(".cu")}
     assert {ENTRY_FILES[entry] for entry in ALL_KERNELS} == carried_sources
     of_the_engine = {"decode/few_gated.cu"}  # few_linear's plan has them too

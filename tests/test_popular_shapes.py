@@ -24,14 +24,8 @@ from popular_shapes import SHAPES, Shape
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from twellctl.bundle import (
-    twell_e4m3,
-    twell_ffn,
-    twell_launch,
-    twell_reasons,
-    twell_walk,
-    twell_ways,
-)
+from twellctl.bundle import twell_launch, twell_reasons, twell_ways
+from twellctl.bundle.twell_few import few_kernels
 from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import Limits, why_unfit
@@ -39,7 +33,7 @@ from twellctl.bundle.twell_spec import ENTRY_FILES
 from twellctl.bundle.twell_training import Wanted, backward, forward
 from twellctl.bundle.twell_ways import run_by_route
 from twellctl.bundle.twell_weights import E4M3_STEP, FFN
-from twellctl.decoding import down_copies, kernel_decoder, kernel_fit
+from twellctl.decoding import kernel_decoder, kernel_fit
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.screened import Screen
 from twellctl.decoding.screening import Screens
@@ -150,7 +144,6 @@ def judge(device, monkeypatch) -> Judge:
         monkeypatch.setattr(module, "device_limits", lambda index: made.limits)
     monkeypatch.setattr(kernel_fit, "takes_hopper_kernels", lambda index: made.limits.hopper)
     monkeypatch.setattr(kernel_fit, "what_is_missing", lambda: None)
-    monkeypatch.setattr(down_copies, "gpu_memory", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(kernel_decoder, "by_rows_of_neurons", lambda w: w.t().contiguous().t())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
@@ -189,7 +182,7 @@ def test_all_ways_of_the_operator(judge, shape, monkeypatch):
             assert y.shape == (M, shape.K)
     if judge.limits.hopper:
         assert {"gate_pack", "plan_cluster", "up", "hidden", "down"} <= judge.launched
-        assert {"walk_gate", "heavy_hidden", "heavy_down"} <= judge.launched
+        assert {"heavy_gather", "heavy_hidden", "heavy_down"} <= judge.launched
     else:
         assert all(name.startswith("few_") for name in judge.launched)
     assert any(name.startswith("few_hidden_1") for name in judge.launched)
@@ -200,21 +193,10 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     N, K = shape.N, shape.K
     if N % E4M3_STEP or K % E4M3_STEP:
         pytest.skip(f"sizes of {shape.name} are no multiples of {E4M3_STEP}")
-    assert why_unfit(K // 2, N, 256, judge.limits.smem_bytes) is None
+    assert why_unfit(K, N, 256, judge.limits.smem_bytes) is None
     monkeypatch.setattr(twell_ways, "choose", run_all)
     # no autocast on meta
     monkeypatch.setattr(twell_ways, "fp8_ffn", lambda x, *weights: x)
-    monkeypatch.setattr(
-        twell_e4m3,
-        "bare_product",
-        lambda x, w, one: x.new_empty(len(x), len(w), dtype=torch.bfloat16),
-    )
-    for module in (twell_walk, twell_e4m3):
-        monkeypatch.setattr(
-            module,
-            "rounded_product",
-            lambda x, scale, w, dtype: x.new_empty(len(x), len(w.scale), dtype=dtype),
-        )
     gate, up, turned = (empty(N, K).to(torch.float8_e4m3fn) for _ in range(3))
     scales = (empty(size).float() for size in (N, N, K))
     ffn = FFN(gate, up, empty(K, N).to(gate.dtype).t(), None, None, None, *scales)
@@ -224,13 +206,9 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
         assert y.shape == (M, K)
     assert {"few_down_e4m3", "few_hidden_1_e4m3"} <= judge.launched
     if hopper:
-        assert {"gate_pack_e4m3", "up_e4m3", "down_e4m3", "heavy_down_e4m3"} <= judge.launched
-        assert {"quantise_inputs", "walk_gate_e4m3"} <= judge.launched
-        assert {"quantise_hidden", "quantise_bare_hidden", "scale_sums"} <= judge.launched
         by_pairs = {name for name in judge.launched if name.startswith("few_walk")}
         assert bool(by_pairs) == (K <= 4096)
-    entries = twell_reasons._e4m3_entries(judge.limits, "auto")
-    assert judge.launched <= set(entries)
+    assert judge.launched <= set(few_kernels(judge.limits, "e4m3"))
 
 
 @pytest.mark.parametrize("device", ["H200"])
@@ -298,10 +276,6 @@ def test_steps_of_one_row_over_fp8_weights(judge, shape, monkeypatch):
         pytest.skip("no decode kernels take it in FP8")
     known = kernel_fit.why_not_one_kernel(model)
     assert known == in_bf16 or shape.D == 256
-    # tensors without numbers have no FP8 products
-    monkeypatch.setattr(
-        twell_ffn, "fp8_linear", lambda x, w: x.new_empty(*x.shape[:-1], len(w.scale))
-    )
     for is_sparse in (False, True):
         decoder = KernelDecoder(model, sparse=is_sparse)
         with torch.inference_mode():

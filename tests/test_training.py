@@ -8,7 +8,7 @@ import torch
 from launched import Launches, Map, bf16, zero_ffn
 from torch import Tensor
 
-from twellctl.bundle import twell_reasons, twell_sequence, twell_walk
+from twellctl.bundle import twell_heavy, twell_reasons, twell_sequence
 from twellctl.bundle.twell_ffn import takes_training, train_ffn
 from twellctl.bundle.twell_grad_plan import make_grad_plan, training_cap
 from twellctl.bundle.twell_plan import Limits, make_plan
@@ -23,7 +23,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def maps(monkeypatch):
-    for module in (twell_sequence, twell_walk):
+    for module in (twell_sequence, twell_heavy):
         monkeypatch.setattr(module, "tensor_map", Map)
 
 

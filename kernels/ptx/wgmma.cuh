@@ -1,9 +1,8 @@
-// The tensor core product of a warpgroup: 64 x 256 fp32 sums of 16 bf16 products, or 32 of e4m3,
-// both operands in shared memory as the copy engine leaves boxes there, of 64 columns or of 128:
-// 128 bytes a row, 128-byte swizzle, 1024-aligned. Rows lie by themselves (K-major: what is summed
-// over lies along a row). So do columns, or they lie across (MN-major): a row of a box has 64 of
-// them for one of what is summed over; e4m3 does not. Sums of e4m3 products keep some 14 bits of
-// each addition.
+// The tensor core product of a warpgroup: 64 x 256 fp32 sums of 16 bf16 products, both operands in
+// shared memory as the copy engine leaves boxes of 64 columns there: 128 bytes a row, 128-byte
+// swizzle, 1024-aligned. Rows lie by themselves (K-major: what is summed over lies along a row). So
+// do columns, or they lie across (MN-major): a row of a box has 64 of them for one of what is summed
+// over.
 //
 // Thread `lane` of warp `warp` holds of the 64 x 256 tile, with g = lane / 4 and t = lane % 4:
 //   d[4 j + 0], d[4 j + 1]   row 16 warp + g        columns 8 j + 2 t, 8 j + 2 t + 1
@@ -55,22 +54,6 @@ __device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], unsigned long l
         : TWELL_SUMS(0), TWELL_SUMS(16), TWELL_SUMS(32), TWELL_SUMS(48), TWELL_SUMS(64),
           TWELL_SUMS(80), TWELL_SUMS(96), TWELL_SUMS(112)
         : "l"(rows), "l"(columns), "r"(add), "n"(COLUMNS_ACROSS));
-}
-
-// d = (add ? d : 0) + rows[64, 32] columns[256, 32]^T
-__device__ __forceinline__ void wgmma_64x256x32_e4m3(float (&d)[128], unsigned long long rows,
-                                                     unsigned long long columns, int add) {
-    asm volatile(
-        "{\n"
-        ".reg .pred add;\n"
-        "setp.ne.b32 add, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
-        TWELL_PLACES
-        " %128, %129, add, 1, 1;\n"
-        "}"
-        : TWELL_SUMS(0), TWELL_SUMS(16), TWELL_SUMS(32), TWELL_SUMS(48), TWELL_SUMS(64),
-          TWELL_SUMS(80), TWELL_SUMS(96), TWELL_SUMS(112)
-        : "l"(rows), "l"(columns), "r"(add));
 }
 
 #undef TWELL_PLACES

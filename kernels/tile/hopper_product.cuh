@@ -9,8 +9,7 @@
 //
 // Columns come from two maps, `columns0` for columns 0-127 of the tile and `columns1` for 128-255:
 // the same weight twice, or gate and up side by side (tile_columns = 128 then). COLUMNS says how
-// the weight lies: `Along` as [N, inner], `Across` as [inner, N]; `AlongE4m3` is `Along` with both
-// in e4m3, without scales, in boxes twice as wide. Sums of e4m3 products keep some 14 bits.
+// the weight lies: `Along` as [N, inner], `Across` as [inner, N].
 //
 // Launch: cluster of 2 (even grid), kThreads threads, kPipelineBytes (+ kPatchBytes) of
 // dynamic shared memory; rows in boxes of 64 x 64, columns in boxes of 128 x 64 if they lie along,
@@ -44,16 +43,6 @@ constexpr int kPairsAtATime = 8;  // of row blocks: multiplied with all columns 
 constexpr int kGroups = 2, kBlockRows = kGroups * kGroupRows;
 constexpr int kThreads = spec::PRODUCT_BLOCK;
 static_assert(kThreads == 128 * (1 + kGroups));
-
-// What both operands are, and how they lie.
-struct Bf16 {
-    using Rows = Along;
-    static constexpr bool kScaled = false;
-};
-struct E4m3 {
-    using Rows = AlongE4m3;
-    static constexpr bool kScaled = true;  // after the product
-};
 
 struct Shape {
     int num_rows, num_columns, num_inner;

@@ -32,16 +32,6 @@ struct Along {
     }
 };
 
-// The same bytes, twice as many columns.
-struct AlongE4m3 : Along {
-    static constexpr int kInner = 128;
-
-    __device__ __forceinline__ static void multiply(float (&sums)[128], unsigned long long rows,
-                                                    unsigned long long columns, int add) {
-        wgmma_64x256x32_e4m3(sums, rows, columns, add);
-    }
-};
-
 // MN-major, boxes of 64 rows one behind the other, 64 columns each. An atom is 64 columns x 8 of
 // what is summed over. Leading: from 64 columns to the next 64, one box. Stride: from 8 of what is
 // summed over to the next 8, one atom; the next 16 are two atoms further.

@@ -1,7 +1,6 @@
 """Which form a step of the kernel decoder takes: by rule, measured by turns, kept."""
 
 import contextlib
-import logging
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,11 +11,9 @@ import torch
 from played_kernels import H200, SIZES, TWELL, Kernels, stand_in
 from torch import Tensor
 
-from twellctl.bundle.twell_weights import FFN
-from twellctl.decoding import down_copies, step_forms
 from twellctl.decoding import kernel_decoder as module
+from twellctl.decoding import step_forms
 from twellctl.decoding.batch import Batch
-from twellctl.decoding.down_copies import DownCopies
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.sampler import Field, Variant
 
@@ -50,7 +47,7 @@ def test_the_forms_of_a_step(tiny, monkeypatch):
 @pytest.fixture
 def timed(monkeypatch, tmp_path) -> dict[str, float]:
     """Steps can be measured, on a CPU: the times are those told; every form is run."""
-    times = {"pairs": 3.0, "union": 2.0, "dense": 4.0, "dense in place": 4.0}
+    times = {"pairs": 3.0, "union": 2.0, "dense": 4.0}
 
     def graph_ms(runs):
         timed.measured.append(list(runs))
@@ -115,46 +112,6 @@ def test_the_fastest_form_is_measured_once_and_kept(tiny, timed, kernels):
     profiled.step(*inputs(3))
     assert timed.measured[2:] == [["union", "dense"]]
     assert [profiled.chosen(rows) for rows in (2, 3, 4, 5)] == ["union", "union", "pairs", None]
-
-
-def has_copies(decoder: KernelDecoder) -> bool:
-    return bool(decoder._copies._made)
-
-
-@torch.inference_mode()
-def test_w_down_is_copied_only_while_a_choice_wants_it(tiny, timed, kernels):
-    decoder = open_decoder(tiny)
-    assert not has_copies(decoder)
-    assert way_of_step(decoder, kernels) == "union"
-    assert timed.measured[0][-1] == "dense"  # for which there were copies
-    assert not has_copies(decoder)
-    timed.times["dense"] = 1.0
-    decoder.step(*inputs(3))
-    assert decoder.chosen(3) == "dense"
-    assert has_copies(decoder)
-    timed.times["dense"] = 9.0
-    decoder.step(*inputs(2))
-    assert decoder.chosen(2) == "union"
-    assert has_copies(decoder)  # steps of 3 rows still go densely
-    again = open_decoder(tiny)
-    again.step(*inputs(3))
-    assert (again.chosen(3), len(timed.measured)) == ("dense", 3)  # as kept
-    assert has_copies(again)
-
-
-@torch.inference_mode()
-def test_a_kept_dense_form_is_taken_only_where_it_is_possible(tiny, timed, kernels, monkeypatch):
-    timed.times["dense"] = 1.0
-    assert way_of_step(open_decoder(tiny), kernels) == "dense"
-    monkeypatch.setattr(down_copies, "gpu_memory", lambda device: (0, 1 << 40))
-    decoder = open_decoder(tiny)
-    assert way_of_step(decoder, kernels) == "union"
-    assert timed.measured == [["union", "pairs", "dense"], ["union", "pairs", "dense in place"]]
-    assert not has_copies(decoder)
-    timed.times["dense in place"] = 0.5
-    decoder.step(*inputs(3))
-    assert decoder.chosen(3) == "dense in place"
-    assert not has_copies(decoder)
 
 
 def test_a_form_that_does_not_fit_into_memory_is_not_taken(tiny, timed, kernels, tmp_path):
@@ -247,63 +204,3 @@ def test_what_does_not_fit_takes_for_ever(play):
     assert play.replayed == ["small"] * 9
     with pytest.raises(torch.OutOfMemoryError, match="too large"):
         play({"large": [], "larger": []})
-
-
-# ---- W_down by rows of K besides: where it takes little, while it is wanted
-
-
-SIZE = 3 * 2 * 96 * 64  # bytes of W_down of all layers
-
-
-@pytest.fixture
-def memory(monkeypatch) -> dict[str, float]:
-    """What there is; just enough."""
-    there = {"free": 2 * SIZE, "total": 20 * SIZE}
-    monkeypatch.setattr(down_copies, "gpu_memory", lambda device: (there["free"], there["total"]))
-    return there
-
-
-def copies() -> tuple[list[FFN], DownCopies]:
-    def weight() -> torch.Tensor:
-        return torch.randn(96, 64).bfloat16()
-
-    ffns = [FFN(weight(), weight(), weight(), None, None, None) for _ in range(3)]
-    return ffns, DownCopies(ffns, torch.device("cpu"))
-
-
-def test_they_are_made_when_asked_for_and_again_once_dropped(memory):
-    ffns, made = copies()
-    assert made.fit()
-    kept = [made[i] for i in range(3)]
-    for copied, ffn in zip(kept, ffns, strict=True):
-        assert copied.w_down.is_contiguous()
-        assert torch.equal(copied.w_down, ffn.w_down.t())
-        assert (copied.w_gate, copied.w_up) == (ffn.w_gate, ffn.w_up)
-    assert made[0] is kept[0]
-    memory["free"] = 0
-    assert made.fit()  # they are there
-    made.drop()
-    assert not made.fit()
-    memory["free"] = 2 * SIZE
-    assert made.fit()
-    assert made[0] is not kept[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("total", "takes 0.0 GB, more than 5% of the GPU's 0.0 GB"),
-        ("free", "takes 0.0 GB, more than 50% of the 0.0 GB that are free"),
-    ],
-)
-def test_why_there_is_no_room_is_told_once(memory, caplog, name, said):
-    memory[name] -= 1
-    _, made = copies()
-    with caplog.at_level(logging.INFO):
-        assert not made.fit()
-        assert not made.fit()
-    (record,) = caplog.records
-    assert (
-        record.getMessage()
-        == f"dense steps read W_down by rows of neurons: a second copy of all W_down {said}"
-    )

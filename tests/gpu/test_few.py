@@ -387,12 +387,6 @@ def test_the_long_sequence_still_takes_few_tokens(sources, monkeypatch):
     for seed in range(200):
         problem = random_problem(random.Random(seed))
         ffn = problem.ffn
-        for way in ("walk_gate", "lists"):
-            monkeypatch.setattr(twell_ways, "choose", lambda *given, way=way: way)
-            y = sparse_ffn(
-                *(problem.x, ffn.w_gate, ffn.w_up, ffn.w_down.t(), ffn.b_gate, ffn.b_up),
-                ffn.b_down,
-                sources=sources,
-                route="twell",
-            )
-            equal(y, Problem(problem.x, ffn).y, problem)
+        weights = ffn.w_gate, ffn.w_up, ffn.w_down.t(), ffn.b_gate, ffn.b_up, ffn.b_down
+        y = sparse_ffn(problem.x, *weights, sources=sources, route="twell")
+        equal(y, Problem(problem.x, ffn).y, problem)

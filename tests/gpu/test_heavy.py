@@ -1,13 +1,16 @@
-"""The kernel `heavy_down` by itself: hidden W_down^T with W_down by rows of neurons, exactly."""
+"""Heavy rows: `heavy_down` by itself, exactly; and rows that lists leave out, against float64."""
 
 import pytest
 import torch
 from on_gpu import HOPPER, whole
 from torch import Tensor
 
+from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_launch import device_limits, tensor_map
-from twellctl.bundle.twell_plan import HEAVY_SMEM, product_grid
+from twellctl.bundle.twell_plan import HEAVY_SMEM, hopper_cap, product_grid
+from twellctl.bundle.twell_sequence import hopper_ffn
 from twellctl.bundle.twell_spec import INPUT_BOX_ROWS, PRODUCT_BLOCK, PRODUCT_INNER
+from twellctl.bundle.twell_weights import FFN
 
 pytestmark = HOPPER
 # M, N, K: one box and less, ragged in each, whole tiles, more tiles than a wave
@@ -24,7 +27,6 @@ def run_down(
     b_down: Tensor | None = None,
     rows: Tensor | None = None,
     count: int | None = None,
-    few: int = 0,
 ) -> Tensor:
     """y `[M, K]`, over NaN; all rows unless `count` of `rows` are told."""
     (M, N), K = hidden.shape, w_down.shape[1]
@@ -36,7 +38,7 @@ def run_down(
         "heavy_down",
         (product_grid(M, K, device_limits(0).num_sms),),
         PRODUCT_BLOCK,
-        (*maps, b_down, rows, count, few, 0, M, N, K, y, None),
+        (*maps, b_down, rows, count, 0, M, N, K, y),
         HEAVY_SMEM,
     )
     return y
@@ -79,13 +81,74 @@ def test_listed_rows_alone_are_written(kernels):
     assert torch.equal(y.nan_to_num(), wanted.nan_to_num())
 
 
-def test_as_many_as_are_few_are_left(kernels):
-    """They were had before; with one more all are computed."""
+def test_an_empty_list_writes_nothing(kernels):
     torch.manual_seed(0)
     hidden, w_down = whole(70, 264, most=8), whole(264, 192, most=8)
-    rows = torch.randperm(70, device="cuda").int()
-    for count, few in ((0, 0), (3, 3), (3, 32)):
-        y = run_down(kernels, hidden, w_down, None, rows, count, few)
-        assert y.isnan().all()
-    y = run_down(kernels, hidden, w_down, None, rows, 33, 32)
-    assert y.isfinite().all(1).sum() == 33
+    assert run_down(kernels, hidden, w_down, count=0).isnan().all()
+
+
+# ---- rows that lists leave out
+
+
+TOKENS = 200
+
+
+def problem(K: int, N: int, heavy: Tensor, biases: bool) -> tuple[Tensor, FFN]:
+    """0.5 % fire of each token, of the `heavy` 10 % and 40 %, by channel 0."""
+    weights = [(torch.randn(N, K, device="cuda") * K**-0.5).bfloat16() for _ in range(3)]
+    weights[0][:, 0] = -2.6
+    bias = [torch.randn(n, device="cuda").bfloat16() / 16 if biases else None for n in (N, N, K)]
+    x = torch.randn(TOKENS, K, device="cuda").bfloat16()
+    x[:, 0] = 1
+    x[heavy[::2], 0], x[heavy[1::2], 0] = 0.5, 0.1
+    return x, FFN(*weights, *bias)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.double() @ weight.double()
+    return (y if bias is None else y + bias.double()).bfloat16()
+
+
+def exact(x: Tensor, ffn: FFN) -> tuple[Tensor, Tensor]:
+    """The gate, and y, in float64, rounded where the kernels round."""
+    gate, up = product(x, ffn.w_gate.t(), ffn.b_gate), product(x, ffn.w_up.t(), ffn.b_up)
+    hidden = (keep_fired(gate).double() * up.double()).bfloat16()
+    return gate, product(hidden, ffn.w_down, ffn.b_down)
+
+
+@pytest.mark.parametrize("slots", [8, 64])
+@pytest.mark.parametrize("num", [1, 33, TOKENS])
+@pytest.mark.parametrize(
+    ("K", "N"), [(64, 264), (576, 1536), (2048, 8192), (3584, 18944), (5120, 2056)]
+)
+def test_any_number_of_heavy_rows(kernels, K, N, num, slots):
+    torch.manual_seed(num + slots)
+    x, ffn = problem(K, N, torch.randperm(TOKENS, device="cuda")[:num], biases=num > 1)
+    given = kernels, device_limits(0), x, ffn, slots
+    y = hopper_ffn(*given)
+    assert torch.equal(y, hopper_ffn(*given)), "differs from run to run"
+    gate, wanted = exact(x, ffn)
+    errors = (y.double() - wanted.double()).norm(dim=1) / wanted.double().norm(dim=1)
+    assert errors.max() < 0.01, f"row {int(errors.argmax())}: {errors.max():.3g}"
+    if N > 1000:
+        assert int(((gate > 0).sum(1) > hopper_cap(N)).sum()) == num
+
+
+def test_a_graph_holds_as_many_as_come(kernels):
+    """The device alone knows how many are heavy, from replay to replay."""
+    torch.manual_seed(0)
+    x, ffn = problem(1024, 4096, torch.arange(0, device="cuda"), biases=True)
+    inputs = x.clone()
+    given = kernels, device_limits(0), x, ffn, 64
+    hopper_ffn(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = hopper_ffn(*given)
+    for num in (0, 3, TOKENS):
+        x.copy_(inputs)
+        x[:num, 0] = 0.1
+        y.fill_(torch.nan)
+        graph.replay()
+        _, wanted = exact(x, ffn)
+        error = (y.double() - wanted.double()).norm() / wanted.double().norm()
+        assert error < 0.01, num

@@ -30,15 +30,14 @@ DEVICE = "cuda"
 TOLERANCE = 2e-2  # of numbers that are not whole, relative to the largest of a row
 
 
-@pytest.fixture(params=["by rule", "walk", "lists"])
+@pytest.fixture(params=["by rule", "pairs", "union"])
 def route(request, monkeypatch) -> str:
     """The ways of the route, one after the other, and not the fastest."""
     if CAPABILITY != (9, 0):
         pytest.skip(f"not a Hopper GPU: compute capability {CAPABILITY}")
-    wanted = {"walk": ("walk_gate", "pairs"), "lists": ("lists", "union")}.get(request.param, ())
 
     def choose(kind, capturing, runs, by_rule, count_density) -> str:
-        return next((name for name in runs if name in wanted), by_rule())
+        return request.param if request.param in runs else by_rule()
 
     monkeypatch.setattr(twell_ways, "choose", choose)
     return "twell"

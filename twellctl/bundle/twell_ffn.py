@@ -21,17 +21,15 @@ from torch import Tensor
 
 from .twell_cache import reasons_said, say_once
 from .twell_config import SLOTS, TILE
-from .twell_e4m3 import dense_e4m3_linear
-from .twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear, why_no_products
-from .twell_launch import kernels_for, register_sources
+from .twell_few import FEW_TOKENS
+from .twell_fp8 import Fp8Weight, fp8_ffn
+from .twell_launch import register_sources
 from .twell_reasons import (
     check_numbers,
     most_trained_tokens,
     route_of_training,
-    takes_hopper_kernels,
     why_no_e4m3_kernels,
     why_no_kernels,
-    why_not_e4m3_linear,
     why_not_ffn,
     why_not_trained,
 )
@@ -99,13 +97,13 @@ def sparse_fp8_ffn(
 ) -> Tensor:
     """The same of weights in e4m3: `fp8_ffn`, or a way over what fires, where that is faster.
 
-    `fp8_ffn` rounds x and h to e4m3. Ways over what fires keep h in bf16 or f16, and x as it is up
-    to 64 tokens. So results differ a little between ways.
+    `fp8_ffn` rounds x and h to e4m3, ways over what fires do not. So results differ a little
+    between ways. Beyond FEW_TOKENS tokens there is `fp8_ffn` alone, which torch.compile sees into.
 
     `turned`: the values of `down` by rows of neurons, `[N, K]`; without it each call of the kernels
     makes a copy. No gradients.
     """
-    if not (sources and x.is_cuda):
+    if not (sources and x.is_cuda) or x.numel() > FEW_TOKENS * x.shape[-1]:
         return fp8_ffn(x, gate, up, down)
     known = -1.0 if density is None else density
     tensors = x, *_parts(gate, up, down), turned
@@ -137,17 +135,6 @@ def fp8_ffn_beside(
     """
     numbers = tile, slots, density, sources, "auto"
     return _fp8_ffn(x, *_parts(gate, up, down), turned, *numbers, dense=dense)
-
-
-def rounded_linear(x: Tensor, weight: Fp8Weight, sources: str = "") -> Tensor:
-    """`fp8_linear`, with inputs rounded by a kernel on Hopper; `sources` as in `sparse_ffn`.
-
-    Up to 256 tokens sums are rounded to bf16 there before their scales, too. torch.compile fuses
-    what torch does for that, so there nothing is launched.
-    """
-    if torch.compiler.is_compiling() or not (sources and x.is_cuda):
-        return fp8_linear(x, weight)
-    return _fp8_linear_op(x, weight.values, weight.scale, weight.bias, sources)
 
 
 def train_ffn(
@@ -282,37 +269,16 @@ def _fp8_ffn(x: Tensor, *given: Any, dense: Way | None = None) -> Tensor:
     w_gate, w_up, w_down, *rest, turned, tile, slots, density, sources, route = given
     check_numbers(slots, tile)
     ffn = FFN(w_gate, w_up, w_down.t(), *rest)
-    rows, index = x.reshape(-1, x.shape[-1]), x.device.index
-    route = requested(route)
-    read = ffn if turned is None else replace(ffn, w_down=turned)
-    said = why_not_ffn(rows, read, tile)
-    said = said or why_no_e4m3_kernels(sources, index, route)
-    if said and (route != "dense" or takes_hopper_kernels(index)):
+    rows, route = x.reshape(-1, x.shape[-1]), requested(route)
+    if rows.numel() and route != "dense":
+        read = ffn if turned is None else replace(ffn, w_down=turned)
+        said = why_not_ffn(rows, read, tile) or why_no_e4m3_kernels(sources, x.device.index)
+        if said is None:
+            y = run_by_route(aligned(rows), ffn, slots, density, sources, route, turned, dense)
+            return y.view(x.shape)
         say_once(said)
-    if rows.numel() and not said:
-        y = run_by_route(aligned(rows), ffn, slots, density, sources, route, turned, dense)
-    elif dense is not None:
-        y = dense.run(None, None, rows, ffn, slots)
-    else:
-        y = dense_products(rows, ffn)
+    y = dense_products(rows, ffn) if dense is None else dense.run(None, None, rows, ffn, slots)
     return y.view(x.shape)
-
-
-def _fp8_linear(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, sources: str) -> Tensor:
-    """The operator `fp8_linear`."""
-    weight, rows, index = Fp8Weight(w, scale, bias), x.reshape(-1, x.shape[-1]), x.device.index
-    taken = (
-        takes_hopper_kernels(index)
-        and rows.numel()
-        and not why_no_products(index, *w.shape, str(x.dtype))
-    )
-    if not taken or why_not_e4m3_linear(w, scale, bias, x.dtype):
-        return fp8_linear(x, weight)
-    if said := why_no_e4m3_kernels(sources, index, "dense"):
-        say_once(said)
-        return fp8_linear(x, weight)
-    y = dense_e4m3_linear(kernels_for(sources, index), aligned(rows), weight)
-    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 # ---- operators ----
@@ -326,15 +292,10 @@ _NUMBERS = "int tile, int slots, float density, str sources, str route"
 _FFN_SCHEMA = f"({_WEIGHTS}, {_NUMBERS}) -> Tensor"
 _SCALES = "Tensor s_gate, Tensor s_up, Tensor s_down, Tensor? turned"
 _FP8_SCHEMA = f"({_WEIGHTS}, {_SCALES}, {_NUMBERS}) -> Tensor"
-_LINEAR_SCHEMA = "(Tensor x, Tensor w, Tensor scale, Tensor? bias, str sources) -> Tensor"
 
 
 def _fake_ffn(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *rest) -> Tensor:
     return x.new_empty(*x.shape[:-1], w_down.shape[0])
-
-
-def _fake_fp8_linear(x: Tensor, w: Tensor, *rest) -> Tensor:
-    return x.new_empty(*x.shape[:-1], w.shape[0])
 
 
 def _own_digest() -> str:
@@ -343,14 +304,13 @@ def _own_digest() -> str:
 
 
 def _define(digest: str) -> torch.library.Library:
-    """The operators `twell::gated_ffn_<digest>`, `fp8_ffn_` and `fp8_linear_`, and training's."""
+    """The operators `twell::gated_ffn_<digest>` and `fp8_ffn_`, and training's."""
     library = torch.library.Library("twell", "FRAGMENT")
     define_operators(
         library,
         digest,
         ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_ffn),
         ("fp8_ffn", _FP8_SCHEMA, _fp8_ffn, _fake_ffn),
-        ("fp8_linear", _LINEAR_SCHEMA, _fp8_linear, _fake_fp8_linear),
     )
     define_training(library, digest)
     return library
@@ -362,12 +322,10 @@ if _owner is sys.modules[__name__]:
     _library = _define(_DIGEST)  # the operators live as long as this does
     _gated_ffn_op = getattr(torch.ops.twell, f"gated_ffn_{_DIGEST}").default
     _fp8_ffn_op = getattr(torch.ops.twell, f"fp8_ffn_{_DIGEST}").default
-    _fp8_linear_op = getattr(torch.ops.twell, f"fp8_linear_{_DIGEST}").default
     _train_ffn_op = getattr(torch.ops.twell, f"train_ffn_{_DIGEST}").default
 else:
     register_sources, sparse_ffn = _owner.register_sources, _owner.sparse_ffn
     sparse_fp8_ffn, fp8_ffn_beside = _owner.sparse_fp8_ffn, _owner.fp8_ffn_beside
-    rounded_linear = _owner.rounded_linear
     train_ffn, takes_training = _owner.train_ffn, _owner.takes_training
     reasons_said, known_choices = _owner.reasons_said, _owner.known_choices
     why_no_kernels = _owner.why_no_kernels

@@ -12,12 +12,11 @@ The products are of the rounded values, exact, and added up in float32; scales a
 the sum, in float32; y is rounded once, to the dtype of x. A row with NaN or infinity gives NaN.
 
 On GPUs with FP8 tensor cores `torch._scaled_mm` computes the first form. Their sums hold some 14
-bits, so its results lie up to 2^-7 of the largest from these. Where products go without scales
-(`bare_product`, twell_e4m3.py) sums are rounded to bf16 before these, too. These layers are
-for inference: they have no gradients.
+bits, so its results lie up to 2^-7 of the largest from these. These layers are for inference: they
+have no gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from .twell_cache import say_once
 from .twell_format import keep_fired
 from .twell_launch import device_limits
-from .twell_weights import in_one
+from .twell_weights import FFN
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
@@ -49,17 +48,13 @@ class Fp8Weight:
         return [Fp8Weight(*part) for part in parts]
 
 
-def joined(first: Fp8Weight, second: Fp8Weight) -> Fp8Weight | None:
-    """What `chunk(2)` has in two, as a view; None where they do not lie so, or are unlike."""
-    if first.values.shape != second.values.shape:
-        return None
-    values = in_one(first.values, second.values)
-    scale = in_one(first.scale, second.scale)
-    bias = in_one(first.bias, second.bias)
-    biased = first.bias is not None or second.bias is not None
-    if values is None or scale is None or (biased and bias is None):
-        return None
-    return Fp8Weight(values, scale, bias)
+def fp8_weights(ffn: FFN) -> Iterator[Fp8Weight]:
+    """Gate, up and down of an FFN with e4m3 weights, as `fp8_ffn` takes them."""
+    values = ffn.w_gate, ffn.w_up, ffn.w_down.t()
+    scales = ffn.s_gate, ffn.s_up, ffn.s_down
+    biases = ffn.b_gate, ffn.b_up, ffn.b_down
+    for w, scale, bias in zip(values, scales, biases, strict=True):
+        yield Fp8Weight(w, scale[:, None], bias)
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +78,7 @@ def _scale_of(x: Tensor) -> Tensor:
 
 def fp8_linear(x: Tensor, weight: Fp8Weight, *, round_inputs: bool = True) -> Tensor:
     """`[..., K]` to `[..., N]`, in the dtype of x. `round_inputs`: which of the two forms."""
-    y = _products(x.reshape(-1, x.shape[-1]), round_inputs)(weight)
+    y = fp8_products(x.reshape(-1, x.shape[-1]), round_inputs)(weight)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -94,20 +89,22 @@ def fp8_ffn(
 
     gate, up and their product h are rounded to the dtype of x; `round_inputs` is for x and h.
     """
-    of_x = _products(x.reshape(-1, x.shape[-1]), round_inputs)
+    of_x = fp8_products(x.reshape(-1, x.shape[-1]), round_inputs)
     hidden = keep_fired(of_x(gate)) * of_x(up)
-    return _products(hidden, round_inputs)(down).view(x.shape)
+    return fp8_products(hidden, round_inputs)(down).view(x.shape)
 
 
-def _products(rows: Tensor, round_inputs: bool) -> Callable[[Fp8Weight], Tensor]:
+def fp8_products(rows: Tensor, round_inputs: bool = True) -> Callable[[Fp8Weight], Tensor]:
     """What multiplies `rows` `[M, K]`, rounded once, by a weight: `[M, N]` in their dtype."""
     if not round_inputs:
         return lambda weight: _judge(rows, None, weight).to(rows.dtype)
     values, scale = round_rows(rows)
-    return lambda weight: rounded_product(values, scale, weight, rows.dtype)
+    return lambda weight: _rounded_product(values, scale, weight, rows.dtype)
 
 
-def rounded_product(values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+def _rounded_product(
+    values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype
+) -> Tensor:
     """The first form, of rows that `round_rows` rounded, `[M, K]` to `[M, N]` of `dtype`."""
     if values.is_cuda and values.numel():
         said = _why_not_scaled_mm(values.device.index, *weight.values.shape, str(dtype))
@@ -124,17 +121,6 @@ def rounded_product(values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: tor
             )
             return y.add_(weight.bias).to(dtype) if after else y
     return _judge(values, scale, weight).to(dtype)
-
-
-def bare_product(values: Tensor, weight: Tensor, one: Tensor) -> Tensor:
-    """`[M, K]` times `[N, K]`, e4m3 numbers without their scales: bf16 `[M, N]`.
-
-    For sizes that `why_no_products` lets pass; `one`: a 1 in float32, where they lie.
-    """
-    if not values.is_cuda:
-        return F.linear(values.float(), weight.float()).bfloat16()
-    how = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    return torch._scaled_mm(values, weight.contiguous().t(), scale_a=one, scale_b=one, **how)
 
 
 def _judge(values: Tensor, scale: Tensor | None, weight: Fp8Weight) -> Tensor:

@@ -17,8 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .twell_config import is_fp8, quantization_config
-from .twell_ffn import rounded_linear
-from .twell_fp8 import E4M3, Fp8Weight
+from .twell_fp8 import E4M3, Fp8Weight, fp8_linear
 
 METHOD = f"fp8 of {__name__}"  # each copy of this code makes layers of its own
 
@@ -27,12 +26,10 @@ class Fp8Linear(nn.Linear):
     """An nn.Linear whose `weight` is e4m3 `[N, K]`, with `weight_scale` float32 `[N, 1]`.
 
     `turned`: the weight a second time, `[K, N]`, contiguous, where `turn` made it. It goes when the
-    layer moves, and follows values that it loads; no state_dict has it. `twell_sources`: of the
-    kernels, as registered; without them plain torch rounds the inputs.
+    layer moves, and follows values that it loads; no state_dict has it.
     """
 
     turned: Tensor | None = None
-    twell_sources: str = ""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **where):
         """Without values yet; `where`: device, and the dtype of the bias."""
@@ -50,7 +47,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         refuse_gradients(x)
-        return rounded_linear(x, self.fp8_weight, self.twell_sources)
+        return fp8_linear(x, self.fp8_weight)
 
     def turn(self) -> None:
         """Make `turned`."""

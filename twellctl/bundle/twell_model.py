@@ -34,7 +34,7 @@ from .twell_fp8_linear import Fp8Linear, refuse_gradients, with_own_layers
 from .twell_launch import device_limits
 from .twell_route import check_route, requested
 from .twell_train import FfnMeter
-from .twell_weights import E4M3_STEP, lay_together
+from .twell_weights import E4M3_STEP
 
 _PREFIX, _SUFFIXES = "Twell", ("ForCausalLM", "Model")
 _KERNELS = "twell_kernels/"
@@ -208,15 +208,9 @@ def _new_over_twell(stock: type) -> nn.Module:
 
 
 def use_kernels(model: nn.Module, sources: str, route: str = "auto") -> None:
-    """Give FFNs that `put_over_twell` made their kernels and route, as `sparse_ffn` has them.
-
-    FP8 layers round their inputs by these kernels, too.
-    """
+    """Give FFNs that `put_over_twell` made their kernels and route, as `sparse_ffn` has them."""
     for ffn in gated_ffns(model):
         ffn.twell_sources, ffn.twell_route = sources, route
-    for module in model.modules():
-        if isinstance(module, Fp8Linear):
-            module.twell_sources = sources
 
 
 def by_rows_of_neurons(w_down: Tensor, *, trained: bool = False) -> Tensor:
@@ -243,10 +237,9 @@ def lay_weights(model: nn.Module, *, trained: bool = False) -> None:
     """Lay the weights of gated FFNs as the kernels read them, where `use_kernels` gave kernels.
 
     That of each down projection lies by rows of neurons: without this each call would make a copy.
-    An FP8 layer keeps both layouts, since dense FP8 products want the other one; FP8 gate and up
-    lie behind one another. Names, shapes and values stay, and so does what `save_pretrained`
-    writes. What is not a plain layer, or lies elsewhere, stays as it is, and so does what is
-    sharded. `trained` as in `by_rows_of_neurons`.
+    An FP8 layer keeps both layouts, since dense FP8 products want the other one. Names, shapes and
+    values stay, and so does what `save_pretrained` writes. What is not a plain layer, or lies
+    elsewhere, stays as it is, and so does what is sharded. `trained` as in `by_rows_of_neurons`.
     """
     for ffn in gated_ffns(model):
         down = ffn.down_proj
@@ -254,12 +247,12 @@ def lay_weights(model: nn.Module, *, trained: bool = False) -> None:
             continue
         if is_plain(down, nn.Linear):
             down.weight.data = by_rows_of_neurons(down.weight.data, trained=trained)
-        elif is_plain(down, Fp8Linear) and _kernels_read_e4m3(down.weight):
-            if requested(ffn.twell_route) != "dense":
-                down.turn()
-            beside = gate_and_up(ffn)
-            if len(beside) == 2 and all(is_plain(layer, Fp8Linear) for layer in beside):
-                lay_together(*beside)
+        elif (
+            is_plain(down, Fp8Linear)
+            and _kernels_read_e4m3(down.weight)
+            and requested(ffn.twell_route) != "dense"
+        ):
+            down.turn()
 
 
 class TwellModel:

@@ -7,33 +7,23 @@ import torch
 from torch import Tensor
 
 from .twell_cache import say_once
-from .twell_e4m3 import DENSE_E4M3_KERNELS
 from .twell_few import few_kernels
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, LoadError, device_limits, kernels_for
 from .twell_nvrtc import what_is_missing
 from .twell_plan import Limits, why_unfit
 from .twell_route import requested
-from .twell_spec import ENTRY_FILES, entry
+from .twell_spec import ENTRY_FILES
 from .twell_weights import E4M3_STEP, FFN, kind_of
 
 # every entry that an exported model may launch, on any device
 ALL_KERNELS = frozenset(e for e, source in ENTRY_FILES.items() if not source.startswith("decode/"))
-_OF_BOTH = ("plan", "heavy_rows")  # sources that weights in bf16 and in e4m3 share
-_OF_ONE = ("gate_pack", "up", "hidden", "down", "heavy", "heavy_walk", "walk")
-
-
-def _entries_of(*names: str, kind: str = "bf16") -> tuple[str, ...]:
-    """All of these sources in ffn/."""
-    sources = {f"ffn/{entry(name, kind)}.cu" for name in names}
-    return tuple(e for e, source in ENTRY_FILES.items() if source in sources)
-
-
-# of Hopper: for many tokens, over weights in bf16 and in e4m3, and for training
-HOPPER_KERNELS = _entries_of(*_OF_BOTH, *_OF_ONE)
-HOPPER_E4M3_KERNELS = (
-    *_entries_of(*_OF_BOTH, "quantise_rows"),
-    *_entries_of(*_OF_ONE, kind="e4m3"),
+_FOR_LISTS = ("gate_pack", "plan", "up", "hidden", "down", "heavy")
+# of Hopper: for many tokens, and for training
+HOPPER_KERNELS = tuple(
+    entry
+    for entry, source in ENTRY_FILES.items()
+    if source in {f"ffn/{name}.cu" for name in _FOR_LISTS}
 )
 GRAD_KERNELS = tuple(e for e, source in ENTRY_FILES.items() if source.startswith("train/"))
 
@@ -63,24 +53,12 @@ def _entries(limits: Limits) -> tuple[str, ...]:
     return (*many, *few_kernels(limits, "bf16"))
 
 
-def why_no_e4m3_kernels(sources: str, index: int, route: str) -> str | None:
-    """None if all kernels that `route` may launch over e4m3 weights are loaded, else why not.
-
-    Off Hopper the route "dense" launches none.
-    """
+def why_no_e4m3_kernels(sources: str, index: int) -> str | None:
+    """None if all kernels over e4m3 weights are loaded on CUDA device `index`, else why not."""
     limits = device_limits(index)
     if limits.capability < (8, 9):
         return "kernels over FP8 weights need compute capability 8.9 or newer"
-    return why_not_loaded(sources, index, _e4m3_entries(limits, route))
-
-
-@functools.cache
-def _e4m3_entries(limits: Limits, route: str) -> tuple[str, ...]:
-    dense = DENSE_E4M3_KERNELS if limits.hopper else ()
-    if route == "dense":
-        return dense
-    many = HOPPER_E4M3_KERNELS if limits.hopper else ()
-    return (*many, *dense, *few_kernels(limits, "e4m3"))
+    return why_not_loaded(sources, index, few_kernels(limits, "e4m3"))
 
 
 def why_not_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str | None:
@@ -127,7 +105,7 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
         return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
     if in_fp8 and (K % E4M3_STEP or N % E4M3_STEP):
         return f"over FP8 weights the kernels take multiples of {E4M3_STEP}, not {K} and {N}"
-    if said := why_unfit(ffn.shorts, N, tile, device_limits(rows.device.index).smem_bytes):
+    if said := why_unfit(K, N, tile, device_limits(rows.device.index).smem_bytes):
         return f"the kernels take {said}"
     if any(bias is not None and bias.dtype != torch.bfloat16 for bias in biases):
         return "the kernels take biases in bf16"
@@ -136,17 +114,6 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
         return "the kernels take weights of the dtype and device of their input"
     as_they_are = (t for t in ffn.tensors if t is not ffn.w_down)  # of that a copy is made
     return why_they_do_not_lie_well(as_they_are)
-
-
-def why_not_e4m3_linear(
-    weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> str | None:
-    """The same of one e4m3 layer `[N, K]`, its scales `[N, 1]`; `dtype` of its inputs."""
-    if kind_of(weight) != "e4m3" or (scale.dtype, scale.shape) != (torch.float32, (len(weight), 1)):
-        return "the kernels take FP8 weights in e4m3, with scales in float32"
-    if bias is not None and (bias.dtype, bias.shape) != (dtype, (len(weight),)):
-        return "the kernels take biases of the dtype of their inputs"
-    return why_they_do_not_lie_well(t for t in (weight, scale, bias) if t is not None)
 
 
 def lies_well(tensor: Tensor) -> bool:

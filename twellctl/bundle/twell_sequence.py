@@ -2,10 +2,6 @@
 
     gate_pack -> plan_cluster -> up -> hidden -> down -> the heavy rows
 
-Over e4m3 weights quantise_rows comes first: the gate, up and what fires are those of twell_fp8.py,
-of inputs rounded to e4m3 with a scale for each row. h is not rounded to e4m3 but kept in f16, so
-down is nearer to the equation than there.
-
 Up to 64 tokens go through twell_few.py, where the GPU has the shared memory for it. The host reads
 nothing back and sizes nothing by what fired, so that a CUDA graph can hold it all; buffers are
 torch's. What each kernel does stands in `kernels/SOURCES.md`, what each buffer holds in the heads
@@ -21,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import twell_spec as spec
-from .twell_e4m3 import quantise_rows
+from .twell_heavy import heavy_products
 from .twell_launch import KernelSet, tensor_map
 from .twell_plan import (
     GATE_PACK_SMEM,
@@ -33,8 +29,7 @@ from .twell_plan import (
     make_plan,
     product_grid,
 )
-from .twell_walk import Heavy, heavy_products, launch_heavy_walk
-from .twell_weights import FFN, kind_of
+from .twell_weights import FFN
 
 
 @dataclass(frozen=True)
@@ -60,29 +55,16 @@ def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
 
 
 def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
-    """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` a tile; with more a row is heavy.
-
-    The three weights of `ffn` are bf16, or e4m3 with their scales; K is a multiple of 128 then.
-    """
-    y, values, first = torch.empty_like(x), x, 0
-    token_scales = of_tokens = None
-    if kind_of(ffn.w_gate) == "e4m3":
-        values, token_scales = quantise_rows(kernels, limits, x, ffn)
-
-    for plan, xs, ys in chunks_of(values, y, ffn, slots, hopper_cap(ffn.N), limits):
-        if token_scales is not None:
-            of_tokens = token_scales[first : first + plan.M]
-        first += plan.M
+    """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` a tile; with more a row is heavy."""
+    y = torch.empty_like(x)
+    for plan, xs, ys in chunks_of(x, y, ffn, slots, hopper_cap(ffn.N), limits):
         packed = packed_buffers(plan, x.device)
-        given = ffn.w_gate, ffn.b_gate, *packed, (of_tokens, ffn.s_gate)
-        launch_gate_pack(kernels, limits, xs, *given)
+        launch_gate_pack(kernels, limits, xs, ffn.w_gate, ffn.b_gate, *packed)
         lists = launch_plan(kernels, plan, *packed)
         partial = launch_up(kernels, plan, xs, ffn.w_up, lists)
-        lists = launch_hidden(kernels, limits, plan, partial, ffn, lists, of_tokens)
-        launch_down(kernels, plan, ffn, lists, ys, of_tokens)
-        heavy = Heavy(lists.heavy_rows, lists.heavy_count)
-        heavy = launch_heavy_walk(kernels, limits, xs, ffn, packed[:2], heavy, ys, of_tokens)
-        heavy_products(kernels, limits, xs, ys, ffn, heavy, of_tokens)
+        lists = launch_hidden(kernels, limits, plan, partial, ffn, lists)
+        launch_down(kernels, plan, ffn, lists, ys)
+        heavy_products(kernels, limits, xs, ys, ffn, lists.heavy_rows, lists.heavy_count)
     return y
 
 
@@ -95,20 +77,16 @@ def launch_gate_pack(
     counts: Tensor,
     entries: Tensor,
     heavy_count: Tensor,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
-    """The gate product and its packing in one kernel, into `counts` and `entries`.
-
-    `scales`: those of the rows of `x` and of `w_gate`, if they are e4m3.
-    """
+    """The gate product and its packing in one kernel, into `counts` and `entries`."""
     M, (N, K) = x.shape[0], w_gate.shape
     kernels.launch(
-        spec.entry("gate_pack", kind_of(w_gate)),
+        "gate_pack",
         (product_grid(M, N, limits.num_sms),),
         spec.PRODUCT_BLOCK,
         (
             *(tensor_map(x, spec.INPUT_BOX_ROWS), tensor_map(w_gate, spec.WEIGHT_BOX_ROWS), b_gate),
-            *(M, N, K, entries.shape[2], counts, entries, heavy_count, *scales),
+            *(M, N, K, entries.shape[2], counts, entries, heavy_count),
         ),
         GATE_PACK_SMEM,
     )
@@ -120,10 +98,10 @@ def chunks_of(
     """Plan, inputs and outputs of each chunk of tokens."""
     size = chunk_tokens(x.shape[0], ffn.N, ffn.K, slots, cap, limits)
     if size == x.shape[0]:
-        yield make_plan(size, ffn.N, ffn.shorts, slots, cap, limits), x, y
+        yield make_plan(size, ffn.N, ffn.K, slots, cap, limits), x, y
         return
     for xs, ys in zip(x.split(size), y.split(size), strict=True):
-        yield make_plan(xs.shape[0], ffn.N, ffn.shorts, slots, cap, limits), xs, ys
+        yield make_plan(xs.shape[0], ffn.N, ffn.K, slots, cap, limits), xs, ys
 
 
 def packed_buffers(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,13 +147,10 @@ def launch_plan(
 def launch_up(
     kernels: KernelSet, plan: Plan, x: Tensor, weight: Tensor, lists: PairLists
 ) -> Tensor:
-    """Parts of the dot product of each pair's rows of `x` `[M, K]` and `weight` `[N, K]`, fp32.
-
-    Of e4m3 rows they lack their scales.
-    """
+    """Parts of the dot product of each pair's rows of `x` `[M, K]` and `weight` `[N, K]`, fp32."""
     partial = x.new_empty((plan.num_ranges, plan.num_pairs), dtype=torch.float32)
     kernels.launch(
-        spec.entry("up", kind_of(weight)),
+        "up",
         plan.up_grid,
         spec.UP_BLOCK,
         (
@@ -195,14 +170,12 @@ def launch_hidden(
     partial: Tensor,
     ffn: FFN,
     lists: PairLists,
-    token_scales: Tensor | None = None,
 ) -> PairLists:
-    """Fill the rounds with h; returns the lists with masks. `token_scales`: of x, if e4m3."""
+    """Fill the rounds with h; returns the lists with masks."""
     grid, smem_bytes = plan.hidden_launch(limits)
     lists = replace(lists, masks=_masks(plan, partial))
-    args = _hidden_arguments(plan, partial, plan.num_ranges, ffn, lists, token_scales)
-    name = spec.entry("hidden", kind_of(ffn.w_up))
-    kernels.launch(name, grid, spec.HIDDEN_BLOCK, args, smem_bytes)
+    args = _hidden_arguments(plan, partial, plan.num_ranges, ffn, lists)
+    kernels.launch("hidden", grid, spec.HIDDEN_BLOCK, args, smem_bytes)
     return lists
 
 
@@ -232,45 +205,29 @@ def _masks(plan: Plan, like: Tensor) -> Tensor:
 
 
 def _hidden_arguments(
-    plan: Plan,
-    partial: Tensor,
-    num_parts: int,
-    ffn: FFN,
-    lists: PairLists,
-    token_scales: Tensor | None = None,
+    plan: Plan, partial: Tensor, num_parts: int, ffn: FFN, lists: PairLists
 ) -> tuple[object, ...]:
     return (
         *(partial, np.int64(plan.num_pairs), num_parts, lists.links, lists.pair_start),
         *(lists.pairs, plan.M, plan.N, plan.tile_tokens, plan.cap, plan.panel_rows),
         *(plan.num_panels, plan.group_rounds, ffn.b_up, lists.num_rounds, lists.rounds),
-        *(lists.masks, lists.gate_up, token_scales, ffn.s_up),
+        *(lists.masks, lists.gate_up),
     )
 
 
-def launch_down(
-    kernels: KernelSet,
-    plan: Plan,
-    ffn: FFN,
-    lists: PairLists,
-    y: Tensor,
-    token_scales: Tensor | None = None,
-) -> None:
-    """y of the filled rounds; that of heavy rows is not what it should be.
-
-    `token_scales`: of x, if e4m3.
-    """
+def launch_down(kernels: KernelSet, plan: Plan, ffn: FFN, lists: PairLists, y: Tensor) -> None:
+    """y of the filled rounds; that of heavy rows is not what it should be."""
     M, N, K, P = plan.M, plan.N, plan.K, plan.num_panels
     padded = plan.num_groups * spec.GROUP
     sums = y.new_empty((padded, ffn.K), dtype=torch.float32) if P > 1 else None
-    scales = () if token_scales is None else (token_scales, ffn.s_down)
     for panel in range(P):
         kernels.launch(
-            spec.entry("down", kind_of(ffn.w_down)),
+            "down",
             plan.down_grid,
             spec.DOWN_BLOCK,
             (
                 *(ffn.w_down, ffn.b_down, lists.num_rounds, lists.rounds, lists.masks, M, N, K),
-                *(panel, plan.panel_rows, P, plan.group_rounds, sums, y, *scales),
+                *(panel, plan.panel_rows, P, plan.group_rounds, sums, y),
             ),
             plan.down_smem,
         )

@@ -37,7 +37,6 @@ GRAD_FOUR = 4  # rows whose sums share rounds
 UP_BLOCK = DOWN_BLOCK = HIDDEN_BLOCK = PLAN_CLUSTER_BLOCK = 512
 PLAN_CLUSTER = 8  # blocks that plan a tile together
 GATHER_BLOCK = 256
-QUANTISE_BLOCK = 512
 SLAB = 64  # columns of K that `up` takes at a time
 DOWN_COLUMNS = 16  # of y, of a block of `down`
 DOWN_STAGES = 32768  # bytes of shared memory of `down` beside its panel
@@ -46,8 +45,6 @@ PRODUCT_INNER = 64  # columns of their boxes; rows of those of W_down
 PRODUCT_STAGES, PRODUCT_STAGE_BYTES = 4, 49152  # of a Hopper product
 PATCH_BYTES = 8 * 4096  # of heavy_hidden and heavy_down, beside their stages
 PRODUCT_BLOCK = 384
-WALK_BLOCK = 1024
-WALK_BATCH = 8  # neurons of which rows are under way
 GRAD_SUMS_BLOCK = 512
 GRAD_STAGES = 49152  # bytes of shared memory of the sums beside their panel
 GRAD_LISTS_BLOCK = 128
@@ -66,7 +63,6 @@ FEW_WALK_BATCH, FEW_WALK_QUADS, FEW_WALK_CHUNKS = 8, 8, 3
 FEW_WALK_WAYS = 2  # at most; over e4m3, where a row takes half the threads, twice as many
 FEW_WALK_HEAD = 144  # bytes in front of its lists
 WALK_SIZES = (8, 6, 4, 3, 2)  # blocks of a token
-HEAVY_WALK_SIZE = WALK_SIZES[0]  # of a heavy row
 
 
 # ---- kinds of weights
@@ -284,17 +280,15 @@ _STEPS = {(K, kind): _step_source(K, kind) for kind in KINDS for K in MOST_OF_BL
 # ---- sources
 
 Entries = Mapping[str, Arguments]
-# by source: entries that there are for each kind of weights, with what stands behind its struct
-_OF_EACH_KIND: dict[str, Entries] = {
-    "ffn/gate_pack": {"gate_pack": ()},
-    "ffn/up": {"up": ()},
-    "ffn/heavy": {"heavy_hidden": ("HIDDEN",), "heavy_down": ("DOWN",)},
-    "ffn/walk": {"walk_gate": ()},
-    "ffn/heavy_walk": {"heavy_walk": (True,), "heavy_walk_gate": (False,)},
-    "ffn/few_walk": {
-        f"few_walk_{size}{form}": (bool(form), size) for form in ("", "_all") for size in WALK_SIZES
-    },
-}
+
+
+def _of_few_walk(kind: str) -> Entries:
+    """The entries of few_walk, with their template arguments."""
+    return {
+        entry(f"few_walk_{size}{form}", kind): (KINDS[kind].struct, bool(form), size)
+        for form in ("", "_all")
+        for size in WALK_SIZES
+    }
 
 
 def _of_few(family: str, kind: str, capability: Capability) -> Entries:
@@ -312,26 +306,18 @@ _OF_FEW = ("ffn/few_linear", "ffn/few_hidden", "ffn/few_down", "decode/few_gated
 # entries by the path in kernels/, with template arguments where TWELL_ENTRIES makes them. Their
 # names are the same on every GPU
 SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = {
-    "ffn/quantise_rows.cu": ("quantise_rows", "quantise_inputs"),
-    "ffn/quantise_hidden.cu": ("quantise_hidden", "quantise_bare_hidden", "scale_sums"),
+    "ffn/gate_pack.cu": ("gate_pack",),
     "ffn/plan.cu": ("plan_cluster",),
-    "ffn/hidden.cu": {"hidden": ("Unscaled", "Leave"), "hidden_kept": ("Unscaled", "Keep")},
-    "ffn/hidden_e4m3.cu": {"hidden_e4m3": ("Scaled", "Leave")},
+    "ffn/up.cu": ("up",),
+    "ffn/hidden.cu": {"hidden": ("Leave",), "hidden_kept": ("Keep",)},
     "ffn/down.cu": ("down",),
-    "ffn/down_e4m3.cu": ("down_e4m3",),
-    "ffn/heavy_rows.cu": ("heavy_gather", "heavy_widen"),
+    "ffn/heavy.cu": ("heavy_gather", "heavy_hidden", "heavy_down"),
     **{
         f"{entry(source, kind)}.cu": partial(_of_few, source.split("/")[1], kind)
         for source in _OF_FEW
         for kind in KINDS
     },
-    **{
-        f"{entry(source, kind)}.cu": {
-            entry(name, kind): (KINDS[kind].struct, *how) for name, how in entries.items()
-        }
-        for source, entries in _OF_EACH_KIND.items()
-        for kind in KINDS
-    },
+    **{f"{entry('ffn/few_walk', kind)}.cu": _of_few_walk(kind) for kind in KINDS},
     "train/grad_pairs.cu": ("grad_pairs", "add_parts"),
     "train/grad_lists.cu": ("list_neurons", "list_tokens"),
     "train/grad_sums.cu": ("grad_gate_up", "grad_down", "grad_x"),
@@ -351,11 +337,10 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
 TEXTS = {
     **{
         f"{entry(source, kind)}.cu": f"{source}.cu"
-        for source in (*_OF_FEW, *_OF_EACH_KIND)
+        for source in (*_OF_FEW, "ffn/few_walk")
         for kind in KINDS
         if KINDS[kind].suffix
     },
-    "ffn/hidden_e4m3.cu": "ffn/hidden.cu",
     **{f"decode/attend_{D}.cu": "decode/attend.cuh" for D in HEAD_DIMS},
     **{source: "decode/step.cuh" for source, _ in _STEPS.values()},
 }

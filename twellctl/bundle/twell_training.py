@@ -19,9 +19,9 @@ from torch import Tensor
 
 from . import twell_grad_plan, twell_sequence
 from . import twell_spec as spec
+from .twell_heavy import heavy_products
 from .twell_launch import KernelSet
 from .twell_plan import PARTS_BLOCKS, Limits, ceil_div, make_plan
-from .twell_walk import Heavy, heavy_products
 from .twell_weights import FFN
 
 
@@ -87,8 +87,7 @@ def forward(
     y = torch.empty_like(x)
     twell_sequence.launch_down(kernels, plan, ffn, lists, y)
     lists = replace(lists, masks=None)
-    heavy = Heavy(lists.heavy_rows, heavy_count)
-    heavy_products(kernels, limits, x, y, ffn, heavy, training=True)
+    heavy_products(kernels, limits, x, y, ffn, lists.heavy_rows, heavy_count, training=True)
     return y, fired, lists
 
 

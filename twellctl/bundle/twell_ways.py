@@ -14,17 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .twell_e4m3 import dense_e4m3_ffn, fp8_weights
 from .twell_few import few_pairs, few_union, takes_few
 from .twell_few_walk import suits_few_walk, takes_few_walk
 from .twell_format import fires
-from .twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear
+from .twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear, fp8_weights
 from .twell_launch import device_limits, kernels_for
 from .twell_plan import Limits, ceil_div
 from .twell_reasons import lies_well
 from .twell_route import Kind, choose, density_bucket, token_bucket
 from .twell_sequence import dense_ffn, hopper_ffn
-from .twell_walk import suits_walk, takes_walk, walk_gate_ffn
 from .twell_weights import FFN, kind_of
 
 # as found on an H200; unmeasured, dense products are taken from this density on, and up to this
@@ -53,12 +51,6 @@ class Problem:
     def few(self) -> bool:
         """Whether it goes by the kernels for few tokens."""
         return takes_few(self.M, self.N, self.limits, self.kind)
-
-    @property
-    def walks(self) -> bool:
-        """Whether it goes by those for some hundred."""
-        taken = self.limits.hopper and not self.few
-        return taken and takes_walk(self.M, self.N, self.K, self.limits, self.kind)
 
 
 @dataclass(frozen=True)
@@ -97,27 +89,8 @@ WAYS = (
         suits=lambda p, density: suits_few_walk(p.M, p.N, p.K, density, p.kind),
     ),
     Way("union", lambda p: p.few, _without_slots(few_union)),
-    Way(
-        "walk_gate",
-        lambda p: p.walks,
-        _without_slots(walk_gate_ffn),
-        suits=lambda p, density: suits_walk(p.M, p.N, density),
-    ),
-    Way("lists", lambda p: p.limits.hopper and not p.few, hopper_ffn),
-    Way(  # one of the two named dense takes a problem: this e4m3 on Hopper, the next all else
-        "dense",
-        lambda p: p.limits.hopper and p.kind == "e4m3",
-        _without_slots(dense_e4m3_ffn),
-        own=False,
-        by_rows=False,
-    ),
-    Way(
-        "dense",
-        lambda p: not (p.limits.hopper and p.kind == "e4m3"),
-        _dense,
-        own=False,
-        by_rows=False,
-    ),
+    Way("lists", lambda p: p.limits.hopper and not p.few and p.kind == "bf16", hopper_ffn),
+    Way("dense", lambda p: True, _dense, own=False, by_rows=False),
 )
 _FEW = "pairs", "union"
 FEW_WAYS = tuple(way for way in WAYS if way.name in _FEW)

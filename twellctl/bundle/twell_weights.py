@@ -88,11 +88,6 @@ class FFN:
         return self.w_gate.shape[1]
 
     @cached_property
-    def shorts(self) -> int:
-        """What a row of K columns takes, in units of 2 bytes: the K of kernels that count so."""
-        return self.K * self.w_gate.element_size() // 2
-
-    @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """Weights, and the biases and scales there are."""
         more = (self.b_gate, self.b_up, self.b_down, self.s_gate, self.s_up, self.s_down)

@@ -5,17 +5,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_e4m3 import dense_e4m3_ffn, dense_e4m3_linear
 from twellctl.bundle.twell_few import few_gated, few_linear
 from twellctl.bundle.twell_format import fires, keep_fired
-from twellctl.bundle.twell_fp8 import Fp8Weight
+from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_linear, fp8_products, fp8_weights
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_ways import FEW_WAYS, Problem, Way, by_rule, ways_of
 from twellctl.bundle.twell_weights import FFN, Onto
 
@@ -33,16 +30,6 @@ def few_ways(problem: Problem, densities: Sequence[float | None]) -> dict[str, l
     return {name: ruled} | {way.name: [way] * len(densities) for way in ways}
 
 
-def by_torch(x: Tensor, scale: Tensor | None) -> bool:
-    """Whether PyTorch's product of `x` is faster than few_linear's; a weight in FP8 has a `scale`.
-
-    That of FP8 is where a kernel rounds `x`.
-    """
-    if len(x) <= OWN_PRODUCTS:
-        return False
-    return scale is None or takes_hopper_kernels(x.device.index)
-
-
 def linear(
     kernels: KernelSet,
     limits: Limits,
@@ -54,48 +41,48 @@ def linear(
     residual: Tensor | None = None,
     **how: bool,
 ) -> Tensor:
-    """`few_linear`, or PyTorch's product where that is faster, or over bf16 K no multiple of 64."""
-    taken = scale is not None or weight.shape[1] % 64 == 0
-    if taken and not by_torch(x, scale):
+    """`few_linear` of what it takes, up to OWN_PRODUCTS rows; else PyTorch's product.
+
+    A weight in FP8 has a `scale`; PyTorch's product then rounds x, too. `few_linear` takes weights
+    that lie by rows, in bf16 with K a multiple of 64.
+    """
+    taken = weight.is_contiguous() and (scale is not None or weight.shape[1] % 64 == 0)
+    if taken and len(x) <= OWN_PRODUCTS:
         how |= {"scale": scale, "residual": residual}
         return few_linear(kernels, limits, x, weight, bias, **how)
     if scale is not None:
-        return dense_e4m3_linear(kernels, x, Fp8Weight(weight, scale[:, None], bias), residual)
-    y = F.linear(x, weight, bias)
+        y = fp8_linear(x, Fp8Weight(weight, scale[:, None], bias))
+    else:
+        y = F.linear(x, weight, bias)
     return y if residual is None else residual + y
 
 
 def _hidden(
     kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, counts: Tensor | None, overlap: bool
 ) -> Tensor:
-    """The dense hidden state `[M, N]`, in bf16 by either, over FP8 weights by `few_gated`."""
-    if ffn.s_gate is not None or not by_torch(x, None):
+    """The dense hidden state `[M, N]`, by `few_gated` up to OWN_PRODUCTS rows."""
+    if len(x) <= OWN_PRODUCTS:
         return few_gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
-    gate = F.linear(x, ffn.w_gate, ffn.b_gate)
+    gate, up = _gate_and_up(x, ffn)
     if counts is not None:
         counts += fires(gate).sum(1)
-    return keep_fired(gate) * F.linear(x, ffn.w_up, ffn.b_up)
+    return keep_fired(gate) * up
 
 
-def _by_columns(
-    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, **onto: Unpack[Onto]
-) -> Tensor:
-    residual, counts = onto.get("residual"), onto.get("counts")
+def _gate_and_up(x: Tensor, ffn: FFN) -> tuple[Tensor, Tensor]:
+    """PyTorch's products; in FP8 of an x that is rounded once for both."""
+    if ffn.s_gate is None:
+        return F.linear(x, ffn.w_gate, ffn.b_gate), F.linear(x, ffn.w_up, ffn.b_up)
+    of_x = fp8_products(x)
+    gate, up, _ = fp8_weights(ffn)
+    return of_x(gate), of_x(up)
+
+
+def _dense(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, **onto: Unpack[Onto]) -> Tensor:
     overlap = onto.get("overlap", False)
-    if ffn.s_gate is not None and by_torch(x, ffn.s_gate):
-        by_columns = replace(ffn, w_down=ffn.w_down.t())
-        return dense_e4m3_ffn(kernels, limits, x, by_columns, residual=residual, counts=counts)
-    hidden = _hidden(kernels, limits, x, ffn, counts, overlap)
-    how = {"scale": ffn.s_down, "residual": residual, "overlap": overlap}
-    return linear(kernels, limits, hidden, ffn.w_down, ffn.b_down, **how)
-
-
-def _in_place(
-    kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, **onto: Unpack[Onto]
-) -> Tensor:
-    hidden = _hidden(kernels, limits, x, ffn, onto.get("counts"), onto.get("overlap", False))
-    added = [tensor for tensor in (onto.get("residual"), ffn.b_down) if tensor is not None]
-    return torch.addmm(sum(added), hidden, ffn.w_down) if added else hidden @ ffn.w_down
+    hidden = _hidden(kernels, limits, x, ffn, onto.get("counts"), overlap)
+    how = {"scale": ffn.s_down, "residual": onto.get("residual"), "overlap": overlap}
+    return linear(kernels, limits, hidden, ffn.w_down.t(), ffn.b_down, **how)
 
 
 def with_activation(activation: nn.Module) -> Way:
@@ -106,12 +93,10 @@ def with_activation(activation: nn.Module) -> Way:
     ) -> Tensor:
         product = partial(linear, kernels, limits, overlap=onto.get("overlap", False))
         hidden = activation(product(x, ffn.w_gate, ffn.b_gate)) * product(x, ffn.w_up, ffn.b_up)
-        return product(hidden, ffn.w_down, ffn.b_down, residual=onto.get("residual"))
+        return product(hidden, ffn.w_down.t(), ffn.b_down, residual=onto.get("residual"))
 
-    return replace(BY_COLUMNS, run=run)
+    return replace(DENSE, run=run)
 
 
-# over all neurons, with a W_down that lies as an nn.Linear's
-BY_COLUMNS = Way("dense", lambda problem: True, _by_columns, own=False, by_rows=False)
-# the same with the W_down that is there: slower for small models
-IN_PLACE = Way("dense in place", lambda problem: True, _in_place, own=False)
+# over all neurons; W_down is read as it lies, in FP8 by rows of K
+DENSE = Way("dense", lambda problem: True, _dense, own=False, by_rows=False)

@@ -9,10 +9,10 @@ A step is a chain of launches, each of which may start before the one in front h
 
 and rms_norm -> few_linear (the head). Where what a block adds is normalised, too, add_norm takes
 the place of rms_norm. `choose` (step_end.py) follows them. With more than 32 rows
-PyTorch's products take the place of the attention's few_linear and of dense FFNs (few_ways.py), in
-FP8 on Hopper only. There they round their inputs, which stay bf16 with fewer rows.
+PyTorch's products take the place of the attention's few_linear and of dense FFNs (few_ways.py). In
+FP8 they round their inputs, which stay bf16 with fewer rows.
 
-The FFN goes by pairs, by the union of what fires or densely (few_ways.py, down_copies.py); and a
+The FFN goes by pairs, by the union of what fires or densely (few_ways.py); and a
 step of one row may be one launch instead of all that, if the model is such that it can be
 (whole_step.py). Which of these forms is the fastest is measured in the first step of so many rows
 (step_forms.py). With another activation than ReLU nothing can be left out: then
@@ -39,7 +39,6 @@ from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
     activation_of,
     by_rows_of_neurons,
-    gate_and_up,
     gated_ffns,
     put_over_twell,
     use_kernels,
@@ -49,10 +48,9 @@ from twellctl.bundle.twell_spec import PAGE, STEP_QUAD
 from twellctl.bundle.twell_ways import Problem, Way
 from twellctl.bundle.twell_weights import FFN, in_one, lay_together
 from twellctl.decoding import attention, kernel_fit
-from twellctl.decoding.down_copies import DownCopies
 from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
-from twellctl.decoding.few_ways import BY_COLUMNS, IN_PLACE, few_ways, linear, with_activation
+from twellctl.decoding.few_ways import DENSE, few_ways, linear, with_activation
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.screening import open_screens
@@ -117,9 +115,11 @@ class KernelDecoder:
                 self._layer(layer, *pages)
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
-        ffns = [layer.ffn for layer in self._layers]
-        downs = [layer.mlp.down_proj.weight for layer in body.layers if self._kind == "e4m3"]
-        self._copies = DownCopies(ffns, self.device, downs)
+        # a dense product in FP8 takes W_down by rows of K, which the model has, too
+        self._dense_ffns = [
+            replace(own.ffn, w_down=layer.mlp.down_proj.weight.t())
+            for own, layer in zip(self._layers, body.layers, strict=True)
+        ]
         reach = min(self.context, (num_pages - 1) * PAGE)
         self._rotary = self._turned_by(reach)
         self._last_norm = norm_weight(body.norm)
@@ -148,8 +148,6 @@ class KernelDecoder:
     def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         forms = partial(self.forms, len(tokens))
         logits, counts = self._choice(forms, tokens, positions, tables)
-        if not self._choice.takes(BY_COLUMNS.name):
-            self._copies.drop()
         return logits, counts[: len(self.neurons)]
 
     def chosen(self, rows: int) -> str | None:
@@ -163,9 +161,8 @@ class KernelDecoder:
         by the order of sums.
         """
         if self._ways is not None:
-            return {BY_COLUMNS.name: partial(self._one_by_one, self._ways)}
-        dense = BY_COLUMNS if not self._sparse or self._copies.fit() else IN_PLACE
-        ways = {dense.name: [dense] * len(self._layers)}
+            return {DENSE.name: partial(self._one_by_one, self._ways)}
+        ways = {DENSE.name: [DENSE] * len(self._layers)}
         if self._sparse:
             ffn = self._layers[0].ffn
             problem = Problem(B, ffn.N, ffn.K, self._limits, kind=self._kind)
@@ -205,8 +202,7 @@ class KernelDecoder:
             )
             out = partial(self._linear, h, layer.out)
             x, h = self._added(x, out, layer.norms.behind_attention, layer.norms.ffn)
-            copied = self._sparse and not ways[i].by_rows
-            ffn = self._copies[i] if copied else layer.ffn
+            ffn = layer.ffn if ways[i].by_rows else self._dense_ffns[i]
             how = {"counts": counts[i] if self._sparse else None, "overlap": True}
             run = partial(ways[i].run, self.kernels, self._limits, h, ffn, **how)
             x, h = self._added(x, run, layer.norms.behind_ffn, norms[i + 1])
@@ -245,7 +241,7 @@ class KernelDecoder:
             return {}
         layers = self._layers
         if not self._sparse:  # larger batches read W_down by rows of K
-            ffns = [replace(one.ffn, w_down=one.ffn.w_down.t().contiguous()) for one in layers]
+            ffns = [replace(one.ffn, w_down=one.ffn.w_down.contiguous()) for one in layers]
             layers = [replace(one, ffn=ffn) for one, ffn in zip(layers, ffns, strict=True)]
         sizes = kernel_fit.step_sizes(self._model)
         make = partial(
@@ -333,18 +329,16 @@ class KernelDecoder:
         )
 
     def _ffn_of(self, mlp: nn.Module) -> FFN:
-        projections, down = gate_and_up(mlp), _linear(mlp.down_proj)
-        if len(projections) == 2 and isinstance(projections[0], Fp8Linear):
-            lay_together(*projections)  # of which dense FP8 makes one product
+        down = _linear(mlp.down_proj)
         (w_gate, b_gate, s_gate), (w_up, b_up, s_up) = weights_of_gate_and_up(mlp)
         if self._kind == "e4m3":
-            w_down = mlp.down_proj.turned if self._sparse else down.weight
+            w_down = mlp.down_proj.turned if self._sparse else down.weight.t()
         elif self._sparse:
             down.weight.data = by_rows_of_neurons(down.weight.data)
             w_down = down.weight.t()
         else:
             down.weight.data = down.weight.data.contiguous()
-            w_down = down.weight
+            w_down = down.weight.t()
         scales = (None if s is None else s.flatten() for s in (s_gate, s_up, down.scale))
         return FFN(w_gate, w_up, w_down, b_gate, b_up, down.bias, *scales)
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from twellctl.bundle.twell_e4m3 import DENSE_E4M3_KERNELS
 from twellctl.bundle.twell_few import few_dense_kernels, few_kernels, takes_few, takes_few_dense
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
@@ -145,8 +144,6 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     few = set(few_entries("few_linear", limits.capability, "bf16"))  # the LM head's
     if is_relu(model):
         few.update(few_kernels(limits, kind), few_dense_kernels(limits, kind))
-    if kind == "e4m3":
-        few.update(DENSE_E4M3_KERNELS if limits.hopper else ())
     others = ["embed_norm", "rms_norm", "add_norm", "choose", "store_keys", attention]
     if why_not_one_kernel(model) is None:
         sizes = step_sizes(model)
