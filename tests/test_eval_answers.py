@@ -18,7 +18,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
 from twellctl.evaluation import limited, questions
 from twellctl.evaluation.answers import Answer, answers
-from twellctl.evaluation.questions import CodeQuestion, TextQuestion
+from twellctl.evaluation.questions import Asked, Coded
 from twellctl.models import verdict
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
@@ -108,6 +108,8 @@ def test_prompts_come_out_of_chats(tokenizer, monkeypatch):
         ("exact", "yes", "yes.", False),
         ("number", "1,200", "It is 7 times 3, so 1200.", True),
         ("number", "-0.5", "x = -0.50", True),
+        ("number", "-0.5", "x = 0.50", False),
+        ("number", "0.5", "x = -0.50", False),
         ("number", "4", "None.", False),
         ("contains", "Paris", "The capital is Paris.", True),
         ("contains", "Paris", "paris", False),
@@ -116,12 +118,12 @@ def test_prompts_come_out_of_chats(tokenizer, monkeypatch):
     ],
 )
 def test_what_counts_as_right(match, answer, text, is_right):
-    assert questions.matches(TextQuestion("?", answer, match), text) == is_right
+    assert questions.matches(Asked("?", answer, match), text) == is_right
 
 
 def test_code_is_cut_out_of_an_answer():
-    whole = CodeQuestion("import math\n\ndef f(x):\n    '''Root.'''\n", "f", "assert f(4) == 2")
-    free = CodeQuestion("Write a function f.", "f", "assert f(4) == 2")
+    whole = Coded("import math\n\ndef f(x):\n    '''Root.'''\n", "f", "assert f(4) == 2")
+    free = Coded("Write a function f.", "f", "assert f(4) == 2")
     assert questions.prompt_of(whole).startswith("Complete this Python function. Answer with the")
     assert questions.prompt_of(free) == "Write a function f.\n\nAnswer with one ```python block."
     good = "def f(x):\n    return math.sqrt(x)"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
 from twellctl.evaluation import choices
-from twellctl.evaluation.questions import ChoiceQuestion, Task, read_tasks
+from twellctl.evaluation.questions import Question, Task, read_tasks
 from twellctl.evaluation.results import Marks, Mean, TaskResult
 
 GOOD = {"query": "def f(x):\n    return", "choices": ["x", "import os", "self.x"], "gold": 0}
@@ -35,7 +35,7 @@ def likelihood(model, before: list[int], behind: list[int]) -> float:
     return sum(log_p[place, token].item() for place, token in zip(places, behind, strict=True))
 
 
-def some_questions(count: int) -> list[ChoiceQuestion]:
+def some_questions(count: int) -> list[Question]:
     """Pieces of real text, of very different lengths, whose gold is drawn."""
     drawn, text = random.Random(0), "".join(stdlib_texts(3))
     pieces = text.split()
@@ -44,7 +44,7 @@ def some_questions(count: int) -> list[ChoiceQuestion]:
         start, size = drawn.randrange(len(pieces) - 60), drawn.choice([1, 5, 30])
         choices = tuple(drawn.sample(pieces, drawn.choice([2, 3, 5])))
         query = " ".join(pieces[start : start + size])
-        made.append(ChoiceQuestion(query, choices, drawn.randrange(len(choices))))
+        made.append(Question(query, choices, drawn.randrange(len(choices))))
     return made
 
 
@@ -92,7 +92,7 @@ def test_answers_are_those_of_one_choice_at_a_time(
     ],
 )
 def test_a_space_is_put_where_there_is_none(tokenizer, query, choice, whole):
-    made = choices.continuation(tokenizer, ChoiceQuestion(query, (choice, "x"), 0), choice, None)
+    made = choices.continuation(tokenizer, Question(query, (choice, "x"), 0), choice, None)
     stem = query.rstrip()
     opening = [] if stem else [tokenizer.eos_token_id]
     assert made.tokens == opening + tokenizer.encode(whole)
@@ -108,14 +108,14 @@ def test_what_a_tokenizer_puts_around_a_text_goes_in_front_only(tokenizer, monke
         return [bos, *ids, bos] if add_special_tokens else ids
 
     monkeypatch.setattr(tokenizer, "encode", around)
-    made = choices.continuation(tokenizer, ChoiceQuestion("a = b", ("c", "x"), 0), "c", None)
+    made = choices.continuation(tokenizer, Question("a = b", ("c", "x"), 0), "c", None)
     assert made.tokens == [bos, *plain("a = b c")]
     assert made.scored == len(plain(" c"))
 
 
 def test_long_questions_are_cut_from_the_left_and_counted(relu_llama, stock, tokenizer):
     (text,) = stdlib_texts(1)
-    asked = (ChoiceQuestion(text[:3000], ("yes", "no"), 0), ChoiceQuestion("a", ("yes", "no"), 1))
+    asked = (Question(text[:3000], ("yes", "no"), 0), Question("a", ("yes", "no"), 1))
     marks = choices.answer(stock, tokenizer, 256, Task("long", asked))
     assert marks.cut == 1
     long = choices.continuation(tokenizer, asked[0], "yes", 256)
@@ -125,13 +125,11 @@ def test_long_questions_are_cut_from_the_left_and_counted(relu_llama, stock, tok
     split = len(long.tokens) - long.scored
     assert found == pytest.approx(likelihood(stock, long.tokens[:split], long.tokens[split:]))
     with pytest.raises(TwellError, match=r"t: a choice has \d+ tokens, the model's context is 64"):
-        choices.answer(
-            stock, tokenizer, 64, Task("t", (ChoiceQuestion("a", (text[:900], "b"), 0),))
-        )
+        choices.answer(stock, tokenizer, 64, Task("t", (Question("a", (text[:900], "b"), 0),)))
 
 
 def test_a_model_that_computes_nan_is_refused(stock, tokenizer, monkeypatch):
-    task = Task("t", (ChoiceQuestion("a", ("b", "c"), 0),))
+    task = Task("t", (Question("a", ("b", "c"), 0),))
     broken = torch.nn.Parameter(stock.lm_head.weight * math.nan)
     monkeypatch.setitem(stock.lm_head._parameters, "weight", broken)
     with pytest.raises(TwellError, match="t: the model computes NaN"):

@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Any
 from twellctl.version import __version__ as __version__
 
 __all__ = [
-    "compare", "convert", "evaluate", "export", "finetune", "generate", "load", "profile", "write",
-]  # fmt: skip
+    "compare",
+    "convert",
+    "evaluate",
+    "export",
+    "finetune",
+    "generate",
+    "load",
+    "profile",
+    "write",
+]
 _IN = {"load": "generate"}  # the module of a function, where it has another name
 
 if TYPE_CHECKING:

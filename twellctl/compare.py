@@ -8,8 +8,8 @@ from twellctl.errors import counted
 from twellctl.evaluation.agreement import score_answers, spread
 from twellctl.evaluation.answers import Answer, answers
 from twellctl.evaluation.results import AnswerScore
-from twellctl.evaluation.settings import Comparing
-from twellctl.evaluation.subject import Doing, Opened, Progress
+from twellctl.evaluation.settings import Comparing, Doing, Progress
+from twellctl.evaluation.subject import Opened
 from twellctl.models.loading import default_device
 from twellctl.report.notebook import Shown
 from twellctl.settings import chosen

@@ -45,7 +45,29 @@ from twellctl.training.teacher import choose_teacher
 from twellctl.training.trainer import SparseTrainer
 
 STEPS = 5
-How = tuple[np.ndarray, Path, Callable[[str], None]]  # blocks, a folder, what hears what lasts
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What some steps are taken on: `blocks` of tokens, in a `folder` that is removed afterwards.
+
+    `doing` receives what takes time.
+    """
+
+    blocks: np.ndarray
+    folder: Path
+    doing: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What some steps took, scaled to a whole step; bytes as in `DryRun`."""
+
+    num_trained: int
+    checkpoint_bytes: int
+    tokens_per_second: float
+    peak_bytes: int
+    is_sharded: bool
 
 
 @dataclass(frozen=True)
@@ -101,46 +123,57 @@ def dry_run(
 
     `note` receives what does not fit, as it is found; `doing` receives what takes time.
     """
-    if not recipe.data:
-        raise UsageError("no text to train on: give --data FILE")
-    recipe = as_launched(recipe)
-    check_report_to(recipe.report_to)
-    text_files([*recipe.data, *recipe.eval_data])
     world = PartialState(cpu=not torch.cuda.is_available())
-    check_same(settings(public_recipe(recipe)), "start all with the same command")
-    checkpoint = in_all(lambda: open_checkpoint(model))
-    checkpoint.require_unquantised()
-    checkpoint.require_relu()
-    recipe = in_all(lambda: for_model(recipe, checkpoint))
-    check_alike(checkpoint, recipe)
+    checkpoint, recipe = _checked(model, recipe)
     if not world.is_main_process:
         note = doing = lambda text: None
     with tempfile.TemporaryDirectory() as folder, quiet_transformers(), quiet_compiler():
         doing("reading the first of the text")
         blocks, text_tokens = _first_blocks(checkpoint, recipe, Path(folder))
-        how = blocks, Path(folder), doing
-        changes, measured = _measure_what_fits(checkpoint, recipe, how, note)
+        probe = Probe(blocks, Path(folder), doing)
+        changes, measured = _measure_what_fits(checkpoint, recipe, probe, note)
     _free()
-    num_steps = steps_of(recipe, text_tokens / recipe.seq_len)
+    num_steps = steps_of(recipe, text_tokens / recipe.block_tokens)
     num_tokens = num_steps * recipe.step_tokens
     return DryRun(
         num_steps=num_steps,
         num_tokens=num_tokens,
         passes=num_tokens / text_tokens,
+        num_trained=measured.num_trained,
+        checkpoint_bytes=measured.checkpoint_bytes,
+        tokens_per_second=measured.tokens_per_second,
+        peak_bytes=measured.peak_bytes,
         total_bytes=total_bytes(),
         memory=_memory(),
         config=str(checkpoint.path),
         density=None if recipe.l1_schedule == "constant" else recipe.density,
         changes=changes,
         num_processes=world.num_processes,
+        is_sharded=measured.is_sharded,
         on_several=_on_several(checkpoint, recipe) if world.num_processes == 1 else (),
-        **measured,
     )
+
+
+def _checked(model: str | Path | Checkpoint, recipe: Recipe) -> tuple[Checkpoint, Recipe]:
+    """The model, and the recipe completed for it; `TwellError` for what `finetune` refuses."""
+    if not recipe.data:
+        raise UsageError("no text to train on: give --data FILE")
+    recipe = as_launched(recipe)
+    check_report_to(recipe.report_to)
+    text_files([*recipe.data, *recipe.eval_data])
+    check_same(settings(public_recipe(recipe)), "start all with the same command")
+    checkpoint = in_all(lambda: open_checkpoint(model))
+    checkpoint.require_unquantised()
+    checkpoint.require_relu()
+    recipe = in_all(lambda: for_model(recipe, checkpoint))
+    check_alike(checkpoint, recipe)
+    return checkpoint, recipe
 
 
 def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple[np.ndarray, float]:
     """(blocks of the first text, again and again if it is short; tokens to train on, about)."""
-    path, sizes, num_texts = folder / "tokens.bin", [], 0
+    path, num_texts = folder / "tokens.bin", 0
+    sizes: list[int] = []
     tokenizer = load_tokenizer(checkpoint)
 
     def texts() -> Iterator[str]:  # more of them than are written: they are encoded together
@@ -157,25 +190,25 @@ def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple
     count = 2 * STEPS * recipe.micro_batch_size * PartialState().num_processes
     batch = math.ceil((recipe.batch_size + 1) / (1 - held_out_fraction(recipe))) + 1
     stream = token_stream(texts(), tokenizer, checkpoint.config.get("vocab_size"))
-    write_tokens(taken(stream), path, max(count, batch) * recipe.seq_len)
-    blocks = np.array(read_blocks(path, recipe.seq_len))
+    write_tokens(taken(stream), path, max(count, batch) * recipe.block_tokens)
+    blocks = np.array(read_blocks(path, recipe.block_tokens))
     if len(blocks) < batch:  # that is all of the text
         split_blocks(len(blocks), recipe)
     num_bytes = sum(sizes[:num_texts])
     per_byte = path.stat().st_size / 4 / num_bytes
     all_bytes = estimated_text_bytes(recipe.data, recipe.text_column, tokenizer)
     text_tokens = max(1.0, per_byte * all_bytes * (1 - held_out_fraction(recipe)))
-    return np.resize(blocks, (count, recipe.seq_len)), text_tokens
+    return np.resize(blocks, (count, recipe.block_tokens)), text_tokens
 
 
-def _in_less_memory(recipe: Recipe) -> Iterator[dict[str, object]]:
+def _in_less_memory(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Changes of the recipe, none first, each of less memory than the one before."""
     yield {}
     size = min(recipe.micro_batch_size, recipe.batch_size)
     while size > 1:  # a large model takes half a minute to load: about half as much each time
         size = max(n for n in range(1, size // 2 + 1) if recipe.batch_size % n == 0)
         yield {"micro_batch_size": size}
-    so_far: dict[str, object] = {"micro_batch_size": 1}
+    so_far: dict[str, Any] = {"micro_batch_size": 1}
     for name, value in (
         ("gradient_checkpointing", True),
         ("param_dtype", "bfloat16"),
@@ -198,17 +231,18 @@ def _peak_bytes() -> int:
 
 
 def _measure_what_fits(
-    checkpoint: Checkpoint, recipe: Recipe, how: How, note: Callable[[str], None]
-) -> tuple[dict[str, object], dict[str, object]]:
+    checkpoint: Checkpoint, recipe: Recipe, probe: Probe, note: Callable[[str], None]
+) -> tuple[dict[str, Any], Measured]:
     """(the changes without which it does not fit, what `_measure` found with them)."""
-    num_processes, changes, least = PartialState().num_processes, {}, 0
+    num_processes, least = PartialState().num_processes, 0
+    changes: dict[str, Any] = {}
     for changes in _in_less_memory(recipe) if num_processes == 1 else [{}]:
         changed = dataclasses.replace(recipe, **changes)
         least = least_bytes(checkpoint, changed)
         if num_processes == 1 and least > total_bytes():
             continue
         try:
-            return changes, _measure(checkpoint, changed, *how)
+            return changes, _measure(checkpoint, changed, probe)
         except torch.OutOfMemoryError:
             pass  # the error holds the tensors of its frames
         note(f"out of {_memory()} {f'with {as_flags(changes)}' if changes else 'as asked'}")
@@ -233,41 +267,35 @@ def _on_several(checkpoint: Checkpoint, recipe: Recipe) -> tuple[OnSeveral, ...]
     return tuple(OnSeveral(count, least // count, True) for count in (2, 4, 8))
 
 
-def _measure(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    blocks: np.ndarray,
-    folder: Path,
-    doing: Callable[[str], None],
-) -> dict[str, object]:
-    """Of some steps, of one or two parts."""
+def _measure(checkpoint: Checkpoint, recipe: Recipe, probe: Probe) -> Measured:
+    """Take some steps, of one or two parts."""
     num_processes = PartialState().num_processes
     micro, parts = micro_batch(recipe, num_processes)
     probed = min(2, parts)
     size = probed * micro * num_processes
     short: dict[str, Any] = {"max_steps": STEPS, "max_tokens": None, "batch_size": size}
     short |= {"micro_batch_size": micro, "save_steps": 0, "eval_steps": 0, "report_to": "none"}
-    doing("loading the model")
-    teacher, data = choose_teacher(checkpoint, recipe), (Blocks(blocks[: STEPS * size]), None)
-    probe = dataclasses.replace(recipe, **short)
-    trainer = build_trainer(checkpoint, teacher, probe, folder, data, Progress())
+    probe.doing("loading the model")
+    teacher, data = choose_teacher(checkpoint, recipe), (Blocks(probe.blocks[: STEPS * size]), None)
+    short_recipe = dataclasses.replace(recipe, **short)
+    trainer = build_trainer(checkpoint, teacher, short_recipe, probe.folder, data, Progress())
     trainer.muon.allocate()  # else recorded parts would have gone before it, and not count again
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    clock = _Clock(trainer, doing)
+    clock = _Clock(trainer, probe.doing)
     trainer.tell_first(clock)
     try:
         trainer.train()
     finally:
         trainer.drop_captured()
     seconds = clock.step_seconds() + (parts - probed) * clock.part_seconds()
-    return {
-        "num_trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-        "checkpoint_bytes": _checkpoint_bytes(trainer) if recipe.save_steps else 0,
-        "tokens_per_second": recipe.step_tokens / seconds,
-        "peak_bytes": max(from_all(_peak_bytes())),
-        "is_sharded": trainer.is_sharded,
-    }
+    return Measured(
+        num_trained=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        checkpoint_bytes=_checkpoint_bytes(trainer) if recipe.save_steps else 0,
+        tokens_per_second=recipe.step_tokens / seconds,
+        peak_bytes=max(from_all(_peak_bytes())),
+        is_sharded=trainer.is_sharded,
+    )
 
 
 def _checkpoint_bytes(trainer: SparseTrainer) -> int:
@@ -283,7 +311,9 @@ class _Clock(TrainerCallback):
     """When steps ended, and how long their first parts took; it ends steps as a run does."""
 
     def __init__(self, trainer: SparseTrainer, doing: Callable[[str], None]):
-        self.trainer, self.doing, self.ends, self.parts = trainer, doing, [], []
+        self.trainer, self.doing = trainer, doing
+        self.ends: list[float] = []
+        self.parts: list[float] = []
         self._began = 0.0
 
     def step_seconds(self) -> float:
@@ -321,7 +351,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def as_flags(changes: dict[str, object]) -> str:
+def as_flags(changes: dict[str, Any]) -> str:
     """Settings as they are written on a command line."""
     flags = ((f"--{flag_name(name)}", value) for name, value in changes.items())
     return " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags)

@@ -18,8 +18,8 @@ from twellctl.evaluation.questions import (
     read_tasks,
 )
 from twellctl.evaluation.results import AnswerScore, Evaluation, Marks, TaskResult, TextResult
-from twellctl.evaluation.settings import Evaluating, Paths
-from twellctl.evaluation.subject import Doing, Messages, Opened, Progress, Subject, Wrote
+from twellctl.evaluation.settings import Doing, Evaluating, Messages, Paths, Progress
+from twellctl.evaluation.subject import Opened, Subject, Wrote
 from twellctl.evaluation.windows import facts, score_text, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
 from twellctl.models.checkpoint import Checkpoint

@@ -171,7 +171,7 @@ def _note_shortcomings(
     try:
         checkpoint.require_tokenizer()
     except TwellError as error:
-        note(f"beware: {error}, and beside the export's")
+        note(f"beware: {error}, and into the export")
     if largest > FP16:
         note(
             f"run it in bf16: in fp16 a value of {largest:.0f}, which the profile saw, is infinite"

@@ -186,12 +186,7 @@ class Loaded:
         tokens = self._encoded(prompt, chat, chat_template_kwargs or {})
         budget = how.max_tokens or MAX_TOKENS
         if how.max_tokens is None or isinstance(prompt, list):
-            if (room := self.scheduler.context - len(tokens)) < 1:
-                raise TwellError(
-                    f"the prompt has {len(tokens)} tokens, there is room for "
-                    f"{self.scheduler.context} with the answer: shorten it"
-                )
-            budget = min(budget, room)
+            budget = min(budget, self._room(tokens))
         sampling = Sampling(budget, how.temperature, how.top_p, how.top_k, how.seed)
         return Generation(self.scheduler, self.tokenizer, tokens, sampling, continued=not chat)
 
@@ -206,6 +201,16 @@ class Loaded:
             raise UsageError("the prompt holds no token: give some text")
         check_ids(max(tokens), self.checkpoint.config.get("vocab_size"))
         return tokens
+
+    def _room(self, prompt: list[int]) -> int:
+        """The tokens that `prompt` leaves for an answer."""
+        context = self.scheduler.context
+        if len(prompt) >= context:
+            raise TwellError(
+                f"the prompt has {len(prompt)} tokens, there is room for {context} with the "
+                "answer: shorten it"
+            )
+        return context - len(prompt)
 
 
 def load(
@@ -223,13 +228,14 @@ def load(
     check_gates(gates)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
-    # torch takes seconds to import: a wrong model is told before
+    # torch takes seconds to import: a wrong model is refused before
     from twellctl.decoding.opening import open_scheduler
     from twellctl.models.loading import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint, chat_template)
-    how = {"max_running": 1, "gates": gates}
-    scheduler = open_scheduler(load_model(checkpoint), [tokenizer.eos_token_id], **how)
+    scheduler = open_scheduler(
+        load_model(checkpoint), [tokenizer.eos_token_id], max_running=1, gates=gates
+    )
     checkpoint.beware_of_noise(note)
     checkpoint.say_if_dense(note)
     return Loaded(checkpoint, tokenizer, scheduler)

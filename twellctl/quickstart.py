@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,13 @@ SEQ_LEN = 128
 BATCH = 8
 STEPS = 300
 LEARNING_RATE = 3e-3
-FIT = {"tokens": 65536, "seq_len": SEQ_LEN, "density": 0.15, "steps": 100, "step_tokens": 1024}
+FIT: dict[str, Any] = {  # settings of `convert`
+    "tokens": 65536,
+    "seq_len": SEQ_LEN,
+    "density": 0.15,
+    "steps": 100,
+    "step_tokens": 1024,
+}
 PROMPT = "def __init__(self"
 
 
@@ -88,8 +95,23 @@ def quickstart(
             tuned, text = _whole_job(stage, note, progress, run)
     except Interrupted:
         raise KeyboardInterrupt from None  # its checkpoint went with the rest
-    losses = tuned.teacher_cross_entropy, tuned.first_cross_entropy, tuned.cross_entropy
-    return QuickStarted(out, out / "export", *losses, tuned.first_density, tuned.density, text)
+    return QuickStarted(
+        out=out,
+        export=out / "export",
+        silu_loss=_known(tuned.teacher_cross_entropy),
+        relu_loss=_known(tuned.first_cross_entropy),
+        sparse_loss=_known(tuned.cross_entropy),
+        relu_density=_known(tuned.first_density),
+        density=tuned.density,
+        text=text,
+    )
+
+
+def _known(figure: float | None) -> float:
+    """A figure of a run that has a teacher and held-out text, as this one does."""
+    if figure is None:
+        raise RuntimeError("fine-tuning did not measure its losses")
+    return figure
 
 
 def _whole_job(

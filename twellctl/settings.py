@@ -5,14 +5,16 @@ import math
 import operator
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import Field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from twellctl.errors import UsageError, shown
 
 Kind = TypeVar("Kind")
 _MOST = 1e30  # of any float: it is computed with in float32
+Bounds: TypeAlias = Sequence[tuple[str, float]]  # (a sign of `_SIGNS`, a number)
 _SIGNS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 
@@ -56,7 +58,8 @@ def flag_of(field: Field) -> str:
 
 def kind_of(field: Field) -> tuple[type, bool, bool]:
     """(type of one value, whether it may be None, whether there are many)."""
-    kind, optional = field.type, isinstance(field.type, types.UnionType)
+    kind: Any = field.type
+    optional = isinstance(kind, types.UnionType)
     if optional:
         kind = typing.get_args(kind)[0]
     many = typing.get_origin(kind) in (list, tuple)
@@ -121,18 +124,39 @@ def coerce_one(value: Any, field: Field) -> Any:
             raise ValueError("must be true or false")
         return value
     if kind is str:
-        if not isinstance(value, str):
-            raise ValueError("must be text")
-        choices = field.metadata["choices"]
-        if choices and value not in choices:
-            *others, last = choices
-            first = f"{', '.join(others)} or " if others else ""
-            raise ValueError(f"must be {first}{last}")
-        return value
-    return _checked_number(value, kind, field.metadata)
+        return _checked_choice(value, field.metadata["choices"])
+    bounds = field.metadata["bounds"]
+    return _checked_whole(value, bounds) if kind is int else _checked_number(value, bounds)
 
 
-def _checked_number(value: Any, kind: type, metadata: typing.Mapping[str, Any]) -> int | float:
+def _checked_choice(value: Any, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    if choices and value not in choices:
+        *others, last = choices
+        first = f"{', '.join(others)} or " if others else ""
+        raise ValueError(f"must be {first}{last}")
+    return value
+
+
+def _checked_whole(value: Any, bounds: Bounds) -> int:
+    number = _finite(value)
+    if number != int(number):
+        raise ValueError("must be a whole number")
+    whole = value if isinstance(value, int) else int(number)
+    _check_bounds(whole, bounds)
+    return whole
+
+
+def _checked_number(value: Any, bounds: Bounds) -> float:
+    number = _finite(value)
+    _check_bounds(number, bounds)
+    if number > _MOST:
+        raise ValueError(f"must be <= {_MOST:g}")
+    return number
+
+
+def _finite(value: Any) -> float:
     if isinstance(value, bool):
         raise ValueError("must be a number")
     try:
@@ -143,15 +167,13 @@ def _checked_number(value: Any, kind: type, metadata: typing.Mapping[str, Any]) 
         raise ValueError("must be finite") from None
     if not math.isfinite(number):
         raise ValueError("must be finite")
-    if kind is int and number != int(number):
-        raise ValueError("must be a whole number")
-    bounds = metadata["bounds"]
-    exact = value if isinstance(value, int) else number
-    if not all(_SIGNS[sign](exact, bound) for sign, bound in bounds):
-        is_percent = bounds[-1][1] == 1 < number <= 100  # of a share
-        as_share = f" ({number:g} % is {number / 100:g})" if is_percent else ""
-        wanted = " and ".join(f"{sign} {bound}" for sign, bound in bounds)
-        raise ValueError(f"must be {wanted}{as_share}")
-    if kind is float and number > _MOST:
-        raise ValueError(f"must be <= {_MOST:g}")
-    return value if isinstance(value, kind) else kind(number)
+    return number
+
+
+def _check_bounds(number: float, bounds: Bounds) -> None:
+    if all(_SIGNS[sign](number, bound) for sign, bound in bounds):
+        return
+    is_percent = bounds[-1][1] == 1 < number <= 100  # of a share
+    as_share = f" ({number:g} % is {number / 100:g})" if is_percent else ""
+    wanted = " and ".join(f"{sign} {bound}" for sign, bound in bounds)
+    raise ValueError(f"must be {wanted}{as_share}")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from twellctl.decoding.bulk import Bulk
     from twellctl.decoding.sequence import Sequence
 
-MAX_TOKENS = 512  # of an answer, if not told
+MAX_TOKENS = 512  # of an answer, by default
 Messages: TypeAlias = list[dict[str, str]]
 _PATIENCE = 100  # texts in a row without a word
 _SHOWN_EVERY = 1.0  # seconds
@@ -75,7 +75,7 @@ class Written(Shown):
 
 @dataclass(frozen=True)
 class Going:
-    """How far a run is: a `share` of what is wanted, and the tokens drawn in so many `seconds`."""
+    """How far a run is: a `share` of what is wanted, and the tokens `drawn` in `seconds`."""
 
     share: float
     drawn: int
@@ -109,18 +109,9 @@ def write(
     ends. `overwrite` replaces a file of this command, at the first new line. Raises `TwellError`.
     """
     out, how = from_home(out), chosen(Writing, settings)
-    if out.suffix != ".jsonl":
-        raise UsageError(f"{out} is not a .jsonl file: finetune recognises text by its suffix")
-    check_file(out, "the jsonl file", "text that write has written", is_written_file)
-    if (was_there := out.exists()) and not overwrite:
-        raise TwellError(f"{out} exists: choose another name, or replace it with --overwrite")
-    checkpoint = open_checkpoint(model, revision=revision)
-    checkpoint.require_tokenizer()
-    if checkpoint.is_only_converted:
-        raise TwellError(
-            f"{checkpoint.name} was converted and not fine-tuned, so what it writes is noise: give "
-            "the SiLU model that it was made from"
-        )
+    _check_out(out, overwrite)
+    was_there = out.exists()
+    checkpoint = _opened(model, revision)
     asked = read_prompts(prompts)
     with workspace_beside(out.resolve()):  # two that write at once would lose each other's lines
         from twellctl.models.loading import load_tokenizer
@@ -128,7 +119,7 @@ def write(
         tokenizer = load_tokenizer(checkpoint, given=chat_template_kwargs)
         answers = _Answers(tokenizer, asked, checkpoint.config.get("vocab_size"), how)
         doing(f"loading {checkpoint.name}")
-        with contextlib.closing(_opened(checkpoint, answers, how.batch_size)) as bulk:
+        with contextlib.closing(_loaded(checkpoint, answers, how.batch_size)) as bulk:
             if answers.num_long:
                 note(f"{answers.num_long} prompts are left out: they fill the model's context")
             doing("writing" if bulk.why_slow is None else f"writing slowly ({bulk.why_slow})")
@@ -138,23 +129,47 @@ def write(
     return replace(done, is_relu=checkpoint.activation == "relu")
 
 
-def _opened(checkpoint: Checkpoint, answers: "_Answers", batch_size: int) -> "Bulk":
+def _check_out(out: Path, overwrite: bool) -> None:
+    if out.suffix != ".jsonl":
+        raise UsageError(f"{out} is not a .jsonl file: finetune recognises text by its suffix")
+    check_file(out, "the jsonl file", "text that write has written", is_written_file)
+    if out.exists() and not overwrite:
+        raise TwellError(f"{out} exists: choose another name, or replace it with --overwrite")
+
+
+def _opened(model: str | Path, revision: str | None) -> Checkpoint:
+    """The model; `TwellError` if it cannot write text."""
+    checkpoint = open_checkpoint(model, revision=revision)
+    checkpoint.require_tokenizer()
+    if checkpoint.is_only_converted:
+        raise TwellError(
+            f"{checkpoint.name} was converted and not fine-tuned, so what it writes is noise: give "
+            "the SiLU model that it was made from"
+        )
+    return checkpoint
+
+
+def _loaded(checkpoint: Checkpoint, answers: "_Answers", batch_size: int) -> "Bulk":
+    """The model, loaded to write `answers`, whose prompts must fit into its context."""
     from twellctl.decoding.bulk import Bulk
     from twellctl.decoding.opening import eos_tokens
     from twellctl.models.loading import load_model
 
     model = load_model(checkpoint)
     answers.fit_into(context_of(model.config.get_text_config().to_dict()))
-    # nothing behind special tokens is read
+    # an answer ends at any special token, since the text of later ones would not be kept
     ends = eos_tokens(model, [answers.tokenizer.eos_token_id]) | answers.special
     rows = min(batch_size, answers.num_texts or batch_size)
     return Bulk(model, ends, rows=rows, longest=answers.longest)
 
 
 class _Answers:
-    """What the model answers to prompts of others, in an order that the seed draws."""
+    """The texts to write: prompts in a random order, and what the model answers to them.
 
-    num_texts: int | None = None  # there are; None: without end
+    `num_texts` is their number, None if there is no end. `longest` is the most tokens that one can
+    have, and `num_long` counts prompts that leave no room for an answer. All are known after
+    `fit_into`.
+    """
 
     def __init__(
         self,
@@ -165,43 +180,50 @@ class _Answers:
     ):
         """`TwellError` where there is no chat template, or one that does not take a prompt."""
         self.tokenizer, self._vocabulary, self._how = tokenizer, vocabulary, how
-        self._max_tokens = how.max_tokens
-        # when all are answered they are again, by other draws
+        # when all are answered they are answered again, with other samples
         self._again = how.tokens is not None and how.temperature > 0
         if tokenizer.chat_template is None:
             raise TwellError("the model has no chat template, so it cannot answer prompts")
         added = tokenizer.added_tokens_decoder.items()
         self.special = frozenset(number for number, token in added if token.special)  # no text
-        self._num_begun = self._context = self.longest = 0  # the longest that a text can become
+        self.num_texts: int | None = None
+        self.num_long = self.longest = 0
+        self._num_begun, self._max_tokens = 0, how.max_tokens or MAX_TOKENS
         self._left: list[tuple[Messages, list[int]]] = []  # of this pass
         self._prompts = [self._begins(*prompt) for prompt in enumerate(prompts, 1)]
 
-    def fit_into(self, context: int) -> None:
-        """Texts shall have `context` tokens at most; `TwellError` if longer ones are asked for.
+    def fit_into(self, context: int | None) -> None:
+        """Limit texts to `context` tokens; None: there is no limit.
 
-        Prompts that leave no room for an answer are left out: `num_long`.
+        Prompts that leave no room for an answer are left out. `TwellError` if all are, or if
+        `max_tokens` leaves no room for any prompt.
         """
         sizes = [len(tokens) for _, tokens in self._prompts]
-        self._prompts = [prompt for prompt in self._prompts if len(prompt[1]) < context]
-        self.num_long, self._context = len(sizes) - len(self._prompts), context
+        if context is not None:
+            self._check_room(context, min(sizes))
+            self._prompts = [prompt for prompt in self._prompts if len(prompt[1]) < context]
+        self.num_long = len(sizes) - len(self._prompts)
         if not self._again:
             self.num_texts = len(self._prompts)
-        if (room := context - min(sizes)) < 1:
+        self.longest = self._max_tokens + max(len(tokens) for _, tokens in self._prompts)
+        if context is not None:
+            self.longest = min(context, self.longest)
+
+    def _check_room(self, context: int, shortest: int) -> None:
+        room = context - shortest
+        if room < 1:
             raise TwellError(
                 f"the model's context of {context} tokens is too short to write in: the shortest "
-                f"prompt has {min(sizes)}, give shorter ones"
+                f"prompt has {shortest}, give shorter ones"
             )
-        if self._max_tokens is None:
-            self._max_tokens = min(MAX_TOKENS, room)
-        if self._max_tokens > room:
+        if self._how.max_tokens is not None and self._how.max_tokens > room:
             raise UsageError(
                 f"max-tokens must be at most {room}, the rest of the model's context of {context}, "
-                f"got {self._max_tokens}"
+                f"got {self._how.max_tokens}"
             )
-        self.longest = min(context, self._max_tokens + max(n for n in sizes if n < context))
 
     def begun(self) -> "Sequence | None":
-        """The next text, of which nothing is written; None: there are no more."""
+        """The next text, with its prompt only; None: there are no more."""
         from twellctl.decoding.engine import Sampling
         from twellctl.decoding.sequence import Sequence
 
@@ -212,7 +234,7 @@ class _Answers:
             self._left = draw.sample(self._prompts, len(self._prompts))
         messages, prompt = self._left.pop()
         self._num_begun += 1
-        most = min(self._max_tokens, self._context - len(prompt))
+        most = min(self._max_tokens, self.longest - len(prompt))
         seed = (self._how.seed << 32) + self._num_begun
         how = Sampling(most, self._how.temperature, seed=seed)
         return Sequence(prompt, how, messages)
@@ -238,7 +260,7 @@ class _Answers:
 
 
 class _Texts:
-    """Lines as they are whole. So many are begun as `tokens` need, None: all there are."""
+    """Rows, each as soon as its text ends. Texts are begun until there are `tokens`; None: all."""
 
     def __init__(self, bulk: "Bulk", answers: _Answers, tokens: int | None):
         self.ended = 0  # texts, also those that say nothing
@@ -278,9 +300,9 @@ class _Texts:
     def _following(self) -> "Sequence | None":
         if self._wanted is not None:
             # by how long texts are: at first short ones end, but all that run count as well
-            mean = longest = self._bulk.context
+            mean: float = self._answers.longest
             if self.ended:
-                mean = min((self.tokens + self._bulk.num_tokens) / self.ended, longest)
+                mean = min((self.tokens + self._bulk.num_tokens) / self.ended, mean)
             if self.tokens + self._under_way * mean >= self._wanted:
                 return None
         sequence = self._answers.begun()

@@ -1,6 +1,6 @@
 """How far two models agree on answers: on what the reference writes, token by token.
 
-Text that others wrote hides what an answer loses: there one wrong token is followed by a right one.
+Text that others wrote hides what an answer loses: there a right token follows each wrong one.
 So the reference answers prompts greedily, both models read these answers, and each writes its own.
 """
 
@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.errors import TwellError
-from twellctl.evaluation.answers import Answer, Progress, answers
+from twellctl.evaluation.answers import Answer, answers
 from twellctl.evaluation.results import AnswerScore, Mean
+from twellctl.evaluation.settings import Progress
 from twellctl.evaluation.windows import batches
 from twellctl.models.head_loss import HeadLoss
 
 CONFIDENT = 0.9
-MAX_TOKENS = 256  # of an answer that is asked for agreement alone
+MAX_TOKENS = 256  # of an answer that is written for agreement alone
 PROMPTS = 16  # out of a text that was held out
 _OPENING = 128  # tokens of such a text that are continued, where it holds no chats
 _MARK = "\N{LEFT WHITE SQUARE BRACKET}"
@@ -87,12 +88,15 @@ def score_answers(
 def _columns(
     heads: Sequence[HeadLoss], sequences: Sequence[list[int]], sizes: Sequence[int]
 ) -> list[Tensor]:
-    """Of the last `sizes[i]` tokens of each sequence float64 `[size, 4]`, on the CPU:
-    KL(reference || model), same token, reference sure, reference sure and another one chosen."""
+    """For the last `sizes[i]` tokens of each sequence, float64 `[size, 4]` on the CPU.
+
+    The columns are KL(reference || model), same token, reference sure, and reference sure while
+    the model ranks another token first.
+    """
     found: list[Tensor] = [torch.empty(0)] * len(sequences)
     for batch in batches([len(sequence) for sequence in sequences]):
         longest = len(sequences[batch[0]])
-        # what lies behind a text is not seen by its tokens
+        # padding after a text is not seen by its tokens
         ids = torch.tensor([sequences[i] + [0] * (longest - len(sequences[i])) for i in batch])
         states = [head.states(ids.to(head.model.device)) for head in heads]
         for row, i in enumerate(batch):
@@ -130,8 +134,8 @@ def _mean_of_parts(parts: Sequence[Tensor]) -> Mean:
 def prompts_in(tokenizer: PreTrainedTokenizerBase, blocks: Sequence[Tensor]) -> list[list[int]]:
     """`PROMPTS` prompts at even strides out of `blocks` of tokens `[S]`, one of a block.
 
-    That is what stands in front of an answer, of a chat whose beginning is there, too. Where no
-    block holds one, the beginnings of blocks are to be continued.
+    A prompt is the text before the first answer of a chat that begins in the block. If no block
+    holds one, the prompts are the beginnings of blocks.
     """
     found = []
     if marks := _marks(tokenizer):
@@ -143,7 +147,7 @@ def prompts_in(tokenizer: PreTrainedTokenizerBase, blocks: Sequence[Tensor]) -> 
 
 
 def spread(found: Sequence[Any], count: int) -> list[Any]:
-    """So many of them, at even strides, or all."""
+    """`count` of them, at even strides, or all if there are fewer."""
     count = min(count, len(found))
     return [found[i * len(found) // count] for i in range(count)]
 
@@ -160,8 +164,8 @@ def _marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | 
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception:  # a template is a program
         return None
-    before, _, behind = text.partition(_MARK)
-    ids = [tokenizer.encode(part, add_special_tokens=False) for part in (before, behind)]
+    before, _, after = text.partition(_MARK)
+    ids = [tokenizer.encode(part, add_special_tokens=False) for part in (before, after)]
     return (ids[0], ids[1]) if all(ids) else None
 
 

@@ -4,7 +4,7 @@ The one place where evaluation generates.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -16,17 +16,17 @@ from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.opening import eos_tokens, open_scheduler
 from twellctl.errors import TwellError
+from twellctl.evaluation.settings import Progress
 from twellctl.models.defaults import context_of
 
 MAX_TOKENS = 512  # of an answer
 _REPEATS = 4  # times in a row, from which on an ending is a loop
 _LOOP = 32  # tokens of a loop at least
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The `tokens` behind a prompt, with the one that ended it, and their text. `ended`: it did."""
+    """The `tokens` after a prompt, with the one that ended them if they `ended`, and their text."""
 
     tokens: tuple[int, ...]
     text: str
@@ -70,7 +70,7 @@ def answers(
     for done, (place, tokens) in enumerate(made, 1):
         found[place] = tokens
         progress(done, len(prompts))
-    if model.device.type == "cuda":  # the next one shall have that memory
+    if model.device.type == "cuda":  # so that the next model has that memory
         gc.collect()
         torch.cuda.empty_cache()
     ends = eos_tokens(model, [tokenizer.eos_token_id])
@@ -94,7 +94,7 @@ def _one_by_one(
     prompts: Sequence[list[int]],
     max_new_tokens: int,
 ) -> Iterator[tuple[int, list[int]]]:
-    """As `bulk.answers`, by a model whose steps cannot be batched."""
+    """As `bulk.answers`, for a model whose steps cannot be batched."""
     scheduler = open_scheduler(model, [tokenizer.eos_token_id], max_running=1)
     for place, prompt in enumerate(prompts):
         made = scheduler.run([prompt], Sampling(max_new_tokens, temperature=0))

@@ -1,11 +1,10 @@
 """Multiple-choice questions answered by likelihood, as lm-evaluation-harness does it.
 
-Each choice is read behind its question, and the answer is the one whose tokens are likeliest: by
+Each choice is read after its question, and the answer is the one whose tokens are likeliest: by
 the sum of their log-probabilities, or by that sum divided by the characters of the choice.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.errors import TwellError
-from twellctl.evaluation.questions import ChoiceQuestion, Task
+from twellctl.evaluation.questions import Question, Task
 from twellctl.evaluation.results import Marks
+from twellctl.evaluation.settings import Progress
 from twellctl.evaluation.windows import batches
 from twellctl.models.head_loss import HeadLoss
 from twellctl.text.tokens import check_ids, encode_written, end_of_text, opening_of
@@ -22,7 +22,7 @@ from twellctl.text.tokens import check_ids, encode_written, end_of_text, opening
 
 @dataclass(frozen=True)
 class Continuation:
-    """Tokens of which the last `scored` are the choice's; `cut` if the first ones were left out."""
+    """Tokens; the last `scored` are the choice's. `cut`: the first ones were left out."""
 
     tokens: list[int]
     scored: int
@@ -33,8 +33,8 @@ def answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     context: int | None,
-    task: Task[ChoiceQuestion],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    task: Task[Question],
+    progress: Progress = lambda done, total: None,
 ) -> Marks:
     """Which questions of `task` the model answers rightly; `progress` receives choices.
 
@@ -72,7 +72,7 @@ def answer(
 def log_likelihoods(
     model: PreTrainedModel,
     continuations: list[Continuation],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> list[float]:
     """Of each one the sum of its scored tokens' log-probabilities, given those in front of them."""
     head, sums, done = HeadLoss(model), [0.0] * len(continuations), 0
@@ -88,20 +88,20 @@ def log_likelihoods(
     return sums
 
 
-def _is_right(likelihoods: list[float], question: ChoiceQuestion) -> float:
+def _is_right(likelihoods: list[float], question: Question) -> float:
     return float(likelihoods.index(max(likelihoods)) == question.gold)
 
 
 def continuation(
-    tokenizer: PreTrainedTokenizerBase, question: ChoiceQuestion, choice: str, context: int | None
+    tokenizer: PreTrainedTokenizerBase, question: Question, choice: str, context: int | None
 ) -> Continuation:
-    """ChoiceQuestion and choice, with a space between them if there is none; it is the choice's.
+    """Question and choice, with a space between them if there is none; it is the choice's.
 
     Without a `context` none is too long.
     """
     stem = question.query.rstrip()
     gap = question.query[len(stem) :] or ("" if choice[0].isspace() else " ")
-    opening = opening_of(tokenizer)  # what it puts behind a text would hide the choice
+    opening = opening_of(tokenizer)  # what it puts after a text would hide the choice
     before = opening + encode_written(tokenizer, stem)
     if not before:  # nothing is in front of the choice, as at the beginning of a text
         before = opening = [end_of_text(tokenizer)]
@@ -116,7 +116,7 @@ def continuation(
 @torch.no_grad()
 def _sums(head: HeadLoss, batch: list[Continuation], device: torch.device) -> list[float]:
     longest = max(len(one.tokens) for one in batch)
-    # what lies behind a text is not seen by its tokens: any id will do there, and no mask is needed
+    # padding after a text is not seen by its tokens: any id will do there, and no mask is needed
     ids = torch.tensor([one.tokens + [0] * (longest - len(one.tokens)) for one in batch])
     rows = [
         (number, place)

@@ -14,12 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from twellctl.errors import bounded, printable
+from twellctl.evaluation.settings import Progress
 
 SECONDS = 15.0  # of a program, by the clock
 MEMORY = 4 << 30  # bytes
@@ -61,7 +62,7 @@ def guards() -> Guards:
 
 def run_all(
     programs: Sequence[str],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
     seconds: float = SECONDS,
 ) -> list[Outcome]:
     """What became of each of `programs`, in order; as many run at once as there are cores."""

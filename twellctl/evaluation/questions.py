@@ -12,13 +12,14 @@ wrong. A line of HumanEval has them as `test`, a function check(candidate).
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
 
 from twellctl.errors import TwellError, UsageError, bounded, reason, shown
 from twellctl.evaluation import limited
+from twellctl.evaluation.settings import Progress
 from twellctl.files.home import from_home
 from twellctl.text.files import kind_of, read_rows
 
@@ -27,7 +28,7 @@ _REMEDY = "correct or leave out this line"
 
 
 @dataclass(frozen=True)
-class ChoiceQuestion:
+class Question:
     """What is asked, two or more answers to choose from, and which of them is right."""
 
     query: str
@@ -36,7 +37,7 @@ class ChoiceQuestion:
 
 
 @dataclass(frozen=True)
-class TextQuestion:
+class Asked:
     """What is asked, the answer, and how the two are compared."""
 
     prompt: str
@@ -45,7 +46,7 @@ class TextQuestion:
 
 
 @dataclass(frozen=True)
-class CodeQuestion:
+class Coded:
     """Code that is asked for, and tests of the function `entry_point`."""
 
     prompt: str
@@ -53,15 +54,15 @@ class CodeQuestion:
     tests: str
 
 
-InOwnWords: TypeAlias = TextQuestion | CodeQuestion
-AnyQuestion: TypeAlias = ChoiceQuestion | InOwnWords
+InOwnWords: TypeAlias = Asked | Coded
+AnyQuestion: TypeAlias = Question | InOwnWords
 Q = TypeVar("Q", bound=AnyQuestion, covariant=True)
 # an answer is the text, has its last number equal to it, holds it, or a regular expression finds it
 MATCHES = ("exact", "number", "contains", "regex")
 _KINDS = {
-    "choices": ChoiceQuestion,
-    "answer": TextQuestion,
-    "tests": CodeQuestion,
+    "choices": Question,
+    "answer": Asked,
+    "tests": Coded,
 }  # by the key that only they have
 
 
@@ -78,7 +79,7 @@ class Task(Generic[Q]):
         return next(key for key, kind in _KINDS.items() if isinstance(self.questions[0], kind))
 
 
-def has_choices(task: Task[AnyQuestion]) -> TypeGuard[Task[ChoiceQuestion]]:
+def has_choices(task: Task[AnyQuestion]) -> TypeGuard[Task[Question]]:
     """Whether the answers of `task` are chosen."""
     return task.kind == "choices"
 
@@ -91,7 +92,7 @@ def is_in_own_words(task: Task[AnyQuestion]) -> TypeGuard[Task[InOwnWords]]:
 def read_tasks(paths: Sequence[str], limit: int | None = None) -> tuple[Task[AnyQuestion], ...]:
     """The tasks in files and folders of them, the first `limit` questions of each.
 
-    `TwellError` names file and line of what is wrong, also of questions behind the limit.
+    `TwellError` names file and line of what is wrong, also of questions after the limit.
     """
     if not all(paths):
         raise UsageError("an empty name was given for a task: name a file or folder")
@@ -136,10 +137,10 @@ def _question(row: Any, where: str) -> AnyQuestion:
     if (wrong := _what_is_wrong(row)) is not None:
         raise TwellError(f"{where}: {wrong}: {_REMEDY}")
     if "choices" in row:
-        return ChoiceQuestion(row["query"], tuple(row["choices"]), row["gold"])
+        return Question(row["query"], tuple(row["choices"]), row["gold"])
     if "answer" in row:
-        return TextQuestion(row["prompt"], str(row["answer"]), _match_of(row))
-    return CodeQuestion(row["prompt"], row["entry_point"], row["tests"])
+        return Asked(row["prompt"], str(row["answer"]), _match_of(row))
+    return Coded(row["prompt"], row["entry_point"], row["tests"])
 
 
 def _what_is_wrong(row: Any) -> str | None:
@@ -224,9 +225,9 @@ _WHOLE = (
 _BLOCK_PLEASE = "{}\n\nAnswer with one ```python block."
 
 
-def prompt_of(question: TextQuestion | CodeQuestion) -> str:
+def prompt_of(question: Asked | Coded) -> str:
     """What the model is asked. A prompt that begins the function wants all of it."""
-    if isinstance(question, TextQuestion):
+    if isinstance(question, Asked):
         return question.prompt
     if _begins(question):
         return _WHOLE.format(question.prompt.rstrip())
@@ -236,19 +237,17 @@ def prompt_of(question: TextQuestion | CodeQuestion) -> str:
 def right(
     questions: Sequence[InOwnWords],
     texts: Sequence[str],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> tuple[float, ...]:
-    """1 for each of `texts` that answers its question, else 0. Code for a `CodeQuestion` is run."""
+    """1 for each of `texts` that answers its question, else 0. Code for a `Coded` is run."""
     pairs = list(zip(questions, texts, strict=True))
-    programs = [program(asked, text) for asked, text in pairs if isinstance(asked, CodeQuestion)]
+    programs = [program(asked, text) for asked, text in pairs if isinstance(asked, Coded)]
     if programs:
         return tuple(float(done.passed) for done in limited.run_all(programs, progress))
-    return tuple(
-        float(matches(asked, text)) for asked, text in pairs if isinstance(asked, TextQuestion)
-    )
+    return tuple(float(matches(asked, text)) for asked, text in pairs if isinstance(asked, Asked))
 
 
-def matches(question: TextQuestion, text: str) -> bool:
+def matches(question: Asked, text: str) -> bool:
     wanted, text = question.answer.strip(), text.strip()
     if question.match == "number":
         found, number = last_number(text), last_number(wanted)
@@ -262,7 +261,7 @@ def matches(question: TextQuestion, text: str) -> bool:
     return wanted == text
 
 
-def program(question: CodeQuestion, text: str) -> str:
+def program(question: Coded, text: str) -> str:
     """The code in `text`, what the prompt imports before it, its tests behind it.
 
     It is the first block that defines the function, else the first one, else all of the text;
@@ -277,9 +276,9 @@ def program(question: CodeQuestion, text: str) -> str:
     return f"{imports}\n{code}\n\n{question.tests}\n"
 
 
-def _define(question: CodeQuestion) -> str:
+def _define(question: Coded) -> str:
     return f"def {question.entry_point}"
 
 
-def _begins(question: CodeQuestion) -> bool:
+def _begins(question: Coded) -> bool:
     return _define(question) in question.prompt

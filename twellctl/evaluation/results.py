@@ -84,7 +84,7 @@ class Mean:
 
     @classmethod
     def over(cls, means: Sequence["Mean"]) -> Self:
-        """The mean of independent means, each of which counts alike."""
+        """The mean of independent means, all of the same weight."""
         errors = [mean.stderr for mean in means if mean.stderr is not None]
         is_known = len(errors) == len(means)
         stderr = math.hypot(*errors) / len(errors) if is_known else None
@@ -104,7 +104,7 @@ class Accuracy:
 
     @classmethod
     def over(cls, tasks: Sequence["Accuracy"]) -> Self:
-        """The mean of tasks, each of which counts alike; `acc` of a task without `acc_norm`."""
+        """The mean of tasks, all of the same weight; `acc` of a task without `acc_norm`."""
         normalised = [task.acc if task.acc_norm is None else task.acc_norm for task in tasks]
         return cls(Mean.over([task.acc for task in tasks]), Mean.over(normalised))
 
@@ -122,9 +122,9 @@ class Lost:
 class Marks:
     """Right (1) or wrong (0), a question each, in order; `kind` as of a `Task`.
 
-    Of choices `options`: how many each had, and `cut`: questions that were longer than the context,
-    and lost their beginning. In its own words `asked` and `texts`, the model's answers, `cut` of
-    which were not at their end.
+    In a task of choices, `options` counts the choices of each question, and `cut` those questions
+    that were longer than the context and lost their beginning. In the model's own words, `asked`
+    are the questions, `texts` its answers, and `cut` counts answers without an end.
     """
 
     task: str
@@ -165,8 +165,9 @@ class AnswerScore:
     `kl` is KL(reference || model) in nats a token, its error over the answers; one token in a
     hundred has more than `kl_p99`. Shares of the tokens: `same_top` have the same likeliest one; of
     the `confident` ones the reference is sure; of `flips` it is sure and the model chooses another.
-    Each model wrote answers of its own, too: `agree` are the same to the end, the others part after
-    so many tokens (median); so many ended, and so many end in a loop.
+    Each model also wrote its own answers: `agree` counts those that are the same to the end, and
+    the others part after `part_after` tokens (median). `ended` counts answers with an end, and
+    `repeat` those that end in a loop.
     """
 
     answers: int
@@ -196,10 +197,9 @@ class AnswerScore:
 class TaskResult:
     """One task: `chance` is what guessing gets.
 
-    `difference` is the model's accuracy less the reference's. Of answers in its own words, whose
-    `kind` is not "choices": `right` by question, and against the reference how many were `won` and
-    `lost`, with the shortest lost ones. `cut`: questions that lost their beginning, or answers that
-    were not at their end.
+    `difference` is the model's accuracy minus the reference's. For answers in the model's own
+    words, whose `kind` is not "choices": `right` by question, and how many were `won` and `lost`
+    against the reference, with the shortest lost ones. `cut` is as in `Marks`.
     """
 
     task: str

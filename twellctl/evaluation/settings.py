@@ -1,12 +1,16 @@
-"""What `profile`, `eval` and `compare` are told: flags, help, defaults, bounds. No torch."""
+"""The settings of `profile`, `eval` and `compare`: flags, help, defaults, bounds. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from twellctl.settings import setting
 
-Paths = str | Path | Sequence[str | Path]
+Paths: TypeAlias = str | Path | Sequence[str | Path]
+Messages: TypeAlias = list[dict[str, str]]  # of a chat: role and content
+Doing: TypeAlias = Callable[[str], None]  # receives what comes next
+Progress: TypeAlias = Callable[[int, int], None]  # receives (done, total)
 
 
 @dataclass(frozen=True)

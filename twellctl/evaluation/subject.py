@@ -1,9 +1,9 @@
 """A model that is measured: opened, loaded, and asked in its own words or to choose."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -11,9 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
 from twellctl.errors import TwellError, counted
 from twellctl.evaluation import choices, questions
-from twellctl.evaluation.answers import Answer, Progress, answers
-from twellctl.evaluation.questions import ChoiceQuestion, InOwnWords, Task
+from twellctl.evaluation.answers import Answer, answers
+from twellctl.evaluation.questions import InOwnWords, Question, Task
 from twellctl.evaluation.results import Marks
+from twellctl.evaluation.settings import Doing, Messages, Progress
 from twellctl.evaluation.windows import dtype_for
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
@@ -21,8 +22,6 @@ from twellctl.models.loading import load_model, load_tokenizer
 from twellctl.text.tokens import check_ids, encode_prompt, encode_written
 
 _COMPARED = 10_000  # characters of each text that both tokenizers encode
-Doing = Callable[[str], None]
-Messages: TypeAlias = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class Subject(Opened):
         return Wrote(name, prompts, made)
 
     def choose(
-        self, tasks: Sequence[Task[ChoiceQuestion]], doing: Doing, progress: Progress
+        self, tasks: Sequence[Task[Question]], doing: Doing, progress: Progress
     ) -> list[Marks]:
         """Its marks in tasks of choices."""
         if tasks:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation.results import KindScore, TextResult, TextScore
+from twellctl.evaluation.settings import Progress
 from twellctl.firing.counts import LayerCount, fired_meter
 from twellctl.firing.grouping import GroupedWindows
 from twellctl.models.checkpoint import Checkpoint
@@ -27,7 +28,7 @@ def count_windows(
     model: PreTrainedModel,
     text: GroupedWindows,
     read: Read,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> list[LayerCount]:
     """What fires in each layer of `model`, the one of `checkpoint`, in all windows of `text`.
 
@@ -112,7 +113,7 @@ def score_text(
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
     text: GroupedWindows,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> TextResult:
     """Loss and density of `model`, the one of `checkpoint`, and its agreement with `reference`.
 

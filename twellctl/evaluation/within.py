@@ -72,13 +72,13 @@ def main() -> None:
     os.dup2(sys.stdin.fileno(), 0)
     source = read(os.path.join(folder, "program.py"))
     try:
-        told = limit(folder, seconds, size, memory)
+        guarded = limit(folder, seconds, size, memory)
     except OSError as error:
         sys.exit(f"a process cannot be limited here ({error})")
-    os.write(descriptor, told + b"\n")
+    os.write(descriptor, guarded + b"\n")
     run(source, os.path.join(folder, "program.py"))
     os.write(descriptor, token)
-    os._exit(0)  # what it left behind is not waited for
+    os._exit(0)  # without waiting for its threads
 
 
 def read(path: str) -> str:
@@ -99,8 +99,8 @@ def limit(folder: str, seconds: int, size: int, memory: int) -> bytes:
     machine = platform.machine()
     if machine not in ARCHITECTURES:
         raise OSError(f"its rules are written for {' and '.join(ARCHITECTURES)}, not {machine}")
-    for name, most in (("AS", memory), ("CPU", seconds + 1), ("FSIZE", size), ("NOFILE", 64),
-                       ("CORE", 0)):  # fmt: skip
+    limits = {"AS": memory, "CPU": seconds + 1, "FSIZE": size, "NOFILE": 64, "CORE": 0}
+    for name, most in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     sys.dont_write_bytecode = True
     checked(libc.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")

@@ -27,7 +27,7 @@ _FOLDERS = {"twell_kernels", "additional_chat_templates", "runs", "__pycache__",
 
 
 def not_ours_in_model(folder: Path) -> str | None:
-    """What twellctl did not write: the model in `folder`, or a folder beside it; None: nothing.
+    """What twellctl did not write: the model in `folder`, or another folder in it; None: nothing.
 
     A config.json of ours has a "twell" block.
     """
@@ -57,9 +57,9 @@ def claimed(
 ) -> Iterator["Claim"]:
     """Keep `out`, and its `run` folder if it has one, for this process while the block runs.
 
-    `TwellError`, before any work, for an `out` that cannot be written, that another process is
-    writing, that exists (with `overwrite`: of which `not_ours` says something), or where one of
-    `inputs` lies in either.
+    `TwellError`, before any work, for an `out` that cannot be written or that another process is
+    writing; for one that exists without `overwrite`, or about which `not_ours` says something; and
+    if one of `inputs` is in either folder.
     """
     claim = Claim(out, out.resolve(), overwrite, tuple(inputs), not_ours)
     claim.check()
@@ -167,11 +167,9 @@ class Claim:
             make_readable(stage)
             self._put_in_place(stage)
         except OSError as error:
-            written = error.filename2 or str(error.filename or stage).startswith(str(stage))
-            read = "" if written else f" ({error.filename})"
             raise TwellError(
-                f"{self.out} could not be written: {error.strerror or error}{read}; nothing was "
-                "left there: fix that and run it again"
+                f"{self.out} could not be written: {_reason(error, stage)}; nothing was left "
+                "there: fix that and run it again"
             ) from error
         finally:
             remove(stage)
@@ -208,6 +206,12 @@ class Claim:
             restore(self.target)
 
 
+def _reason(error: OSError, stage: Path) -> str:
+    """What went wrong, and with which file if it is one that was read."""
+    written = error.filename2 or str(error.filename or stage).startswith(str(stage))
+    return f"{error.strerror or error}" + ("" if written else f" ({error.filename})")
+
+
 def _holds_current_folder(target: Path) -> bool:
     try:
         here = Path.cwd()
@@ -217,9 +221,9 @@ def _holds_current_folder(target: Path) -> bool:
 
 
 def make_readable(folder: Path) -> None:
-    """Give files the mode the umask asks for (safetensors writes 0600); links are left alone.
+    """Give files the mode that the umask allows (safetensors writes 0600); links are left alone.
 
-    A new file tells it. To read the umask is to set it, for all threads.
+    The mode of a new file shows the umask: to read it directly is to set it, for all threads.
     """
     probe = folder / ".mode"
     descriptor = os.open(probe, os.O_CREAT | os.O_EXCL, 0o777)

@@ -22,7 +22,7 @@ _MAX_BITS = 1023  # of a whole number: more is no float
 def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
     """The value in `content`; `ValueError` says what is wrong with it.
 
-    `finite=False` lets NaN and infinity pass, for rows of which one text is all that counts.
+    `finite=False` lets NaN and infinity pass, for rows from which only one text is read.
     """
     text = content.decode("utf-8") if isinstance(content, bytes) else content
     try:

@@ -1,4 +1,4 @@
-"""The workspace of an output: a hidden folder beside it that one process at a time works in.
+"""The workspace of an output: a hidden folder next to it that one process at a time works in.
 
 For OUT it is `.OUT.twellctl`. Its file `lock` is locked while the process that works there lives,
 and the workspace goes when it is done. So what a process finds in a workspace whose lock it got was

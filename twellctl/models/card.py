@@ -1,8 +1,7 @@
 """The README.md of a model that twellctl wrote: what it is, costs and gains, and how to load it.
 
-The card of the model it was made from does not go along, since its scores are not this model's.
-Only what it says of the licence does. Every figure says where it comes from; what was not measured
-is said to be unknown.
+The card of the model it was made from is not copied, since its scores are not this model's; only
+its licence is. Every figure says where it comes from. What was not measured is called unknown.
 """
 
 import json
@@ -264,7 +263,7 @@ def _losses(figures: Figures) -> str | None:
 
 
 def _tasks(evaluation: dict[str, Any] | None) -> str | None:
-    """Accuracies with their standard errors, beside chance and the reference."""
+    """Accuracies with their standard errors, with those of the reference and of guessing."""
     tasks = (evaluation or {}).get("tasks") or []
     rows = []
     for task in tasks:

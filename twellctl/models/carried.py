@@ -1,4 +1,4 @@
-"""What one model folder hands to the next: weights and, by name, what a model needs beside them.
+"""What one model folder hands to the next: weights, and files that a model needs, by their names.
 
 Nothing else goes along: no stray file, no code, no path of this machine, and nothing that a link
 fetches from outside the folder.
@@ -16,10 +16,24 @@ from twellctl.models.shards import INDEX, SINGLE
 
 METRICS_FILE = "metrics.jsonl"  # in a run folder, and in what it becomes
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")  # or in tokenizer_config.json
-SIDE_FILES = {"generation_config.json", *CHAT_TEMPLATES, REPORT_FILE, FIT_FILE}
-SIDE_FILES |= {"tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"}
-SIDE_FILES |= {"tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"}
-SIDE_FILES |= {"tekken.json", "tiktoken.model", "vocab.json", "vocab.txt", "merges.txt"}
+SIDE_FILES = {
+    "generation_config.json",
+    *CHAT_TEMPLATES,
+    REPORT_FILE,
+    FIT_FILE,
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+}
 TEMPLATES = "additional_chat_templates"
 CARD = "README.md"
 _LICENCE = re.compile(r"(licen[sc]e|notice|copying|use_policy)(-\w+)?(\.(txt|md))?", re.IGNORECASE)
@@ -39,12 +53,7 @@ def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
     own_file(checkpoint.path / "config.json")  # what it says goes along as well
     for source in sorted(checkpoint.path.iterdir()):
         if source.name in SIDE_FILES or _LICENCE.fullmatch(source.name):
-            real, target = own_file(source), folder / source.name
-            if real.is_file():
-                shutil.copyfile(real, target)
-                clean_side_file(target)
-            elif source.name in SIDE_FILES:
-                raise TwellError(f"{source} is not a regular file: put the file itself there")
+            _copy_side_file(source, folder / source.name)
     for source in sorted((checkpoint.path / TEMPLATES).glob("*.jinja")):
         (folder / TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(own_file(source, checkpoint.path), folder / TEMPLATES / source.name)
@@ -59,7 +68,7 @@ def write_config(folder: Path, config: dict) -> None:
 def own_file(path: Path, folder: Path | None = None) -> Path:
     """Where the content of `path`, a file of the model in `folder` (its parent), really lies.
 
-    `TwellError` if that is outside. A snapshot of the hub's cache has its files in `blobs` beside
+    `TwellError` if that is outside. A snapshot of the hub's cache has its files in `blobs` next to
     `snapshots`, or in the `blobs` that all models of the cache share.
     """
     real, inside = path.resolve(), (folder or path.parent).resolve()
@@ -72,6 +81,16 @@ def own_file(path: Path, folder: Path | None = None) -> Path:
             f"{path} is a link to {real}, outside its model folder: put the file itself there"
         )
     return real
+
+
+def _copy_side_file(source: Path, target: Path) -> None:
+    """Copy and clean one; `TwellError` unless it is a file. Other licences are skipped."""
+    real = own_file(source)
+    if real.is_file():
+        shutil.copyfile(real, target)
+        clean_side_file(target)
+    elif source.name in SIDE_FILES:
+        raise TwellError(f"{source} is not a regular file: put the file itself there")
 
 
 def clean_side_file(path: Path) -> None:
@@ -90,7 +109,7 @@ def clean_side_file(path: Path) -> None:
 
 
 def json_object(path: Path) -> dict | None:
-    """The object in a JSON file; None if there is none, which is not for us to judge."""
+    """The object in a JSON file; None if there is no such file, or it holds no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -30,9 +30,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 class Checkpoint:
     """A checked model folder. `name` is what the user called it, `path` where it lies.
 
-    `corrections` are the entries of `config` that the folder's config.json lacks or has otherwise.
-    `config` is of the plain ReLU model, also where the folder holds it in SiLU form, with the
-    numbers of `silu_form` (twell_config.py); those who read weights undo that form.
+    `corrections` are the entries of `config` that the folder's config.json lacks, or in which it
+    differs. `config` is that of the plain ReLU model, even if the folder holds it in SiLU form with
+    the numbers of `silu_form` (twell_config.py); code that reads weights undoes that form.
     """
 
     name: str
@@ -175,7 +175,7 @@ class Checkpoint:
         if not any((self.path / name).is_file() for name in names):
             raise TwellError(
                 f"{self.name} has no tokenizer (no {' or '.join(names[:2])}): "
-                "copy the tokenizer files of its original beside the weights"
+                "copy the tokenizer files of its original into its folder"
             )
 
 
@@ -290,8 +290,8 @@ def _download(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:
         parent = Path(name).parent
-        beside = [] if parent == Path() else sorted(path.name for path in parent.glob("*/"))
-        there = f" ({parent} holds {', '.join(beside[:9])})" if beside else ""
+        siblings = [] if parent == Path() else sorted(path.name for path in parent.glob("*/"))
+        there = f" ({parent} holds {', '.join(siblings[:9])})" if siblings else ""
         raise TwellError(
             f"{name} is not a local folder{there} and could not be fetched from the hub "
             f"(check the id and the network): {bounded(reason(error), 160)}"

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +108,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class _Call:
-    """One computation of the loss: what it needs beside the states, and the parts it found."""
+    """One computation of the loss: what it needs besides the states, and the parts it found."""
 
     def __init__(self, student, targets, teacher, wanted, teacher_weight):
         self.student, self.targets = student, targets
@@ -170,11 +171,12 @@ class _LossOfStates(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(device)
         needs = [with_gradient and needed for needed in ctx.needs_input_grad[:3]]
         ctx.dtypes = [t if t is None else t.dtype for t in (states, weight, bias)]
-        gradients = [
+        gradients: list[Any] = [  # tensors where they are needed, else None
             torch.zeros_like(t, dtype=torch.float32) if needed else None
             for t, needed in zip((states, weight, bias), needs, strict=True)
         ]
-        weight, sums = weight.to(dtype), 0
+        weight = weight.to(dtype)
+        sums = torch.zeros(2, device=states.device)
         for some in call.student.logit_rows(len(states)):
             x = states[some].to(dtype)
             cross_entropy, kl, gradient = call.of_some(x, some)
@@ -186,9 +188,9 @@ class _LossOfStates(torch.autograd.Function):
             if needs[2]:
                 gradients[2] += gradient.sum(0)
         ctx.gradients = gradients
-        call.parts = tuple(sums / len(states))
-        share = call.teacher_weight
-        return (1 - share) * call.parts[0] + share * call.parts[1]
+        cross_entropy, kl = sums / len(states)
+        call.parts = cross_entropy, kl
+        return (1 - call.teacher_weight) * cross_entropy + call.teacher_weight * kl
 
     @staticmethod
     @once_differentiable

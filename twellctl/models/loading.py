@@ -56,8 +56,8 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
     return free + kept, total
 
 
-def told_of_place(model: PreTrainedModel) -> str:
-    """Where a model lies and in what, in words: its device and the dtypes of its weights."""
+def describe_place(model: PreTrainedModel) -> str:
+    """In words: the device of a model and the dtypes of its weights."""
     name = str(model.device)
     if model.device.type == "cuda":
         name = f"{name}, {torch.cuda.get_device_name(model.device)}"
@@ -176,7 +176,7 @@ def _config(checkpoint: Checkpoint, **changes: Any) -> PretrainedConfig:
 
 
 def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
-    """The stock model with its weights, all of which are there and of the right shape."""
+    """The stock model with its weights; `TwellError` if one is missing or of another shape."""
     with _no_model_of(checkpoint):
         if checkpoint.scheme or checkpoint.corrections:
             config = _config(checkpoint, **{k: how.pop(k) for k in ACTIVATION_KEYS if k in how})
@@ -285,7 +285,7 @@ def load_tokenizer(
     chat_template: str | Path | None = None,
     given: dict[str, Any] | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the weights; `TwellError` if there is none or it is broken.
+    """The tokenizer in the model's folder; `TwellError` if there is none or it is broken.
 
     `chat_template`, a file, replaces its own; `given` is what the template always knows.
     """

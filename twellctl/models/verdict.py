@@ -60,8 +60,10 @@ def step_of(kept: float) -> int:
 
 
 def by_answers(kl: float, answers: int, tokens: int, same_top: float) -> Verdict:
-    """Of a model whose KL on so many `answers` of the reference is `kl`: `same_top` of their
-    `tokens` have the same likeliest one."""
+    """The verdict on a model whose KL on a number of `answers` of the reference is `kl`.
+
+    `same_top` is the share of their `tokens` at which both models rank the same token first.
+    """
     kept = kept_at(kl)
     if answers < FEWEST_ANSWERS or tokens < FEWEST_TOKENS:
         seen = f"{counted(answers, 'answer')} of {counted(tokens, 'token')}"
@@ -71,7 +73,7 @@ def by_answers(kl: float, answers: int, tokens: int, same_top: float) -> Verdict
     share = f"about {kept:.0%}" if kept >= LEAST_KEPT else f"less than {LEAST_KEPT:.0%}"
     because = (
         f"KL {kl:.4f} on {answers} answers; at that, code models kept {share} of what their SiLU "
-        f"model solves, by {RUNS} runs of which {TASKS} tasks each were executed"
+        f"model solves, by {RUNS} runs of {TASKS} executed tasks each"
     )
     return _verdict(kept, because)
 
@@ -80,8 +82,10 @@ def judged(
     tasks: Sequence[tuple[Sequence[float], Sequence[float]]],
     answers: tuple[float, int, int, float] | None,
 ) -> Verdict | None:
-    """By `tasks`, right or wrong of the model and of the reference, if there are enough of them;
-    else by `answers`, what `by_answers` takes; else None."""
+    """By `tasks`, the marks of the model and of the reference, if the reference solves enough.
+
+    Else by `answers`, the arguments of `by_answers`; else None.
+    """
     solved = round(sum(sum(theirs) for _, theirs in tasks))
     if solved >= FEWEST:
         own = round(sum(sum(ours) for ours, _ in tasks))
