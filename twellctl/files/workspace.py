@@ -67,8 +67,10 @@ def remove(path: Path) -> None:
     """Remove a folder or a file, if it is there; Ctrl-C meanwhile is passed on when it is gone."""
     try:
         _remove(path)
-    except (KeyboardInterrupt, OSError):  # an OSError is what rmtree may make of it
+    except (KeyboardInterrupt, OSError) as error:
         _remove(path)
+        if isinstance(error.__context__, KeyboardInterrupt):  # of which rmtree made an OSError
+            raise KeyboardInterrupt from error
         raise
 
 
