@@ -18,7 +18,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
 from twellctl.evaluation import limited, questions
 from twellctl.evaluation.answers import Answer, answers
-from twellctl.evaluation.questions import Asked, Coded
+from twellctl.evaluation.questions import Coded
 from twellctl.models import verdict
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
@@ -101,44 +101,11 @@ def test_prompts_come_out_of_chats(tokenizer, monkeypatch):
     assert plain == [list(range(1, 21))] * 3
 
 
-@pytest.mark.parametrize(
-    ("match", "answer", "text", "is_right"),
-    [
-        ("exact", "yes", " yes\n", True),
-        ("exact", "yes", "yes.", False),
-        ("number", "1,200", "It is 7 times 3, so 1200.", True),
-        ("number", "-0.5", "x = -0.50", True),
-        ("number", "-0.5", "x = 0.50", False),
-        ("number", "0.5", "x = -0.50", False),
-        ("number", "4", "None.", False),
-        ("contains", "Paris", "The capital is Paris.", True),
-        ("contains", "Paris", "paris", False),
-        ("regex", r"^[Aa]\b", "a) because", True),
-        ("regex", r"^[Aa]\b", "all", False),
-    ],
-)
-def test_what_counts_as_right(match, answer, text, is_right):
-    assert questions.matches(Asked("?", answer, match), text) == is_right
-
-
-def test_code_is_cut_out_of_an_answer():
+def test_a_prompt_that_begins_the_function_wants_all_of_it():
     whole = Coded("import math\n\ndef f(x):\n    '''Root.'''\n", "f", "assert f(4) == 2")
     free = Coded("Write a function f.", "f", "assert f(4) == 2")
     assert questions.prompt_of(whole).startswith("Complete this Python function. Answer with the")
     assert questions.prompt_of(free) == "Write a function f.\n\nAnswer with one ```python block."
-    good = "def f(x):\n    return math.sqrt(x)"
-    found = questions.right(
-        [whole, whole, whole, free, free, whole],
-        [
-            f"Sure:\n```python\nprint(1)\n```\n```python\n{good}\n```\nDone.",
-            f"```py\n{good}",  # cut at its most tokens
-            "    return math.sqrt(x)\n",  # goes on from the prompt
-            "def f(x):\n    return x ** .5",
-            "I cannot.",
-            "```python\ndef f(x):\n    return x\n```",
-        ],
-    )
-    assert found == (1, 1, 1, 1, 0, 0)
 
 
 def scripted(monkeypatch, by_model: dict[str, list[str]]) -> None:
@@ -212,7 +179,8 @@ def test_the_source_is_the_reference(silu_llama, tmp_path, monkeypatch, prompts)
 
 
 def test_code_is_not_run_without_limits(silu_llama, tmp_path, monkeypatch):
-    file = jsonl(tmp_path / "c.jsonl", [{"prompt": "f", "entry_point": "f", "tests": "f()"}])
+    coded = {"prompt": "f", "entry_point": "f", "tests": "assert f() == 1"}
+    file = jsonl(tmp_path / "c.jsonl", [coded])
     monkeypatch.setattr(limited, "guards", lambda: limited.Guards("no seccomp here"))
     with pytest.raises(TwellError, match="no seccomp here: what a model writes is not run without"):
         evaluate(silu_llama, tasks=file, run_code=True)

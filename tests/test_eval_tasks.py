@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
 from twellctl.evaluation import choices
-from twellctl.evaluation.questions import Question, Task, read_tasks
+from twellctl.evaluation.questions import Asked, Coded, Question, Task, read_tasks
 from twellctl.evaluation.results import Marks, Mean, TaskResult
 
 GOOD = {"query": "def f(x):\n    return", "choices": ["x", "import os", "self.x"], "gold": 0}
@@ -178,7 +178,7 @@ def without(key: str) -> str:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (without("query"), "it has no 'query'"),
+        (without("query"), "it has no 'query', as in"),
         (without("choices"), "it has none of 'choices', 'answer', 'tests'"),
         (without("gold"), "it has no 'gold'"),
         (json.dumps(GOOD | {"query": 3}), "query must be a text, got 3"),
@@ -196,6 +196,8 @@ def without(key: str) -> str:
         (json.dumps(CODE | {"prompt": " "}), "prompt must be a text, got ' '"),
         (json.dumps({"prompt": "f", "tests": "f()"}), "it has no 'entry_point'"),
         (json.dumps(CODE | {"entry_point": "f()"}), "entry_point must be the name of a function"),
+        (json.dumps(CODE | {"entry_point": "a b"}), "entry_point must be the name of a function"),
+        (json.dumps({"query": "q", "choices": ["a", "b"]}), r"no 'gold', as in \{\"query\": .*1\}"),
         (json.dumps(SUM), "is a question of another kind than the first one"),
         ("[]", r"a question must be a JSON object, got \[\]"),
         ("{", "not valid JSON"),
@@ -207,6 +209,74 @@ def test_a_bad_question_is_named_by_file_and_line(tmp_path, line, said):
     remedy = "(correct or leave|put each kind|each line must)"
     with pytest.raises(TwellError, match=rf"task\.jsonl:3:? .*{said}.*: {remedy}"):
         read_tasks([str(file)], limit=1)
+
+
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        (
+            {
+                "question": "Q",
+                "choices": {"text": ["a", "b"], "label": ["A", "B"]},
+                "answerKey": "B",
+            },
+            Question("Question: Q\nAnswer:", ("a", "b"), 1),
+        ),
+        (
+            {"question": "Q", "choices": ["a", "b"], "answer": 1},
+            Question("Question: Q\nAnswer:", ("a", "b"), 1),
+        ),
+        (
+            {"question": "Q", "choices": ["a", "b"], "answer": "B"},
+            Question("Question: Q\nAnswer:", ("a", "b"), 1),
+        ),
+        ({"query": "Q", "choices": ["a", "b"], "gold": "1"}, Question("Q", ("a", "b"), 1)),
+        ({"query": "Q", "choices": ["a", "b"], "gold": "b"}, Question("Q", ("a", "b"), 1)),
+        ({"query": "Q", "choices": ["1", "0"], "gold": "1"}, Question("Q", ("1", "0"), 0)),
+        ({"question": "3 + 4?", "answer": "So 7.\n#### 7"}, Asked("3 + 4?", "7", "number")),
+        ({"question": "Sky?", "answer": "blue"}, Asked("Sky?", "blue", "exact")),
+        (
+            {"text": "Write f.", "code": "def f(): return 1", "test_list": ["assert f() == 1"]},
+            Coded(
+                "Write f.\nYour code should pass these tests:\n\nassert f() == 1",
+                "f",
+                "assert f() == 1",
+                "def f(): return 1",
+            ),
+        ),
+        (
+            {
+                "prompt": "Write f.",
+                "code": "def g(): return 1\ndef f(): return g()",
+                "test_imports": ["import math"],
+                "test_list": ["assert f() == 1"],
+                "test": "assert f() == 1.0",
+            },
+            Coded(
+                "Write f.\nYour code should pass these tests:\n\nassert f() == 1",
+                "f",
+                "import math\nassert f() == 1.0",
+                "def g(): return 1\ndef f(): return g()",
+            ),
+        ),
+        (
+            {
+                "prompt": "def f():\n",
+                "entry_point": "f",
+                "test": "def check(candidate): pass",
+                "canonical_solution": "    return 1",
+            },
+            Coded("def f():\n", "f", "def check(candidate): pass", "    return 1"),
+        ),
+        (
+            {"prompt": "class S:\n", "entry_point": "S().f", "test": "def check(candidate): pass"},
+            Coded("class S:\n", "S().f", "def check(candidate): pass"),
+        ),
+    ],
+)
+def test_lines_of_the_hub_are_read(tmp_path, row, question):
+    (task,) = read_tasks([jsonl(tmp_path / "task.jsonl", [row])])
+    assert task.questions == (question,)
 
 
 def test_files_that_hold_no_task_are_refused(tmp_path):

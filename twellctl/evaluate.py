@@ -11,7 +11,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation import limited
 from twellctl.evaluation.agreement import compare_answers, prompts_in, score_answers, spread
 from twellctl.evaluation.questions import (
-    InOwnWords,
+    AnyQuestion,
     Task,
     has_choices,
     is_in_own_words,
@@ -19,6 +19,7 @@ from twellctl.evaluation.questions import (
 )
 from twellctl.evaluation.results import AnswerScore, Evaluation, Marks, TaskResult, TextResult
 from twellctl.evaluation.settings import Doing, Evaluating, Messages, Paths, Progress
+from twellctl.evaluation.sound_tasks import leave_out_unsound
 from twellctl.evaluation.subject import Opened, Subject, Wrote
 from twellctl.evaluation.windows import facts, score_text, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
@@ -58,10 +59,11 @@ def evaluate(
     """
     how = _checked(chosen(Evaluating, settings | {"data": data, "tasks": tasks}))
     prompts = _prompts(how)
-    questions = read_tasks(how.tasks, how.limit)
-    of_choices = [task for task in questions if has_choices(task)]
-    in_own_words = [task for task in questions if is_in_own_words(task)]
-    _check_code(in_own_words, how.run_code, note)
+    tasks_read = read_tasks(how.tasks, how.limit)
+    _check_code([task for task in tasks_read if task.kind == "tests"], how.run_code, note)
+    sound = leave_out_unsound(tasks_read, doing, note, progress)
+    of_choices = [task for task in sound if has_choices(task)]
+    in_own_words = [task for task in sound if is_in_own_words(task)]
     opened = _open_models(
         model, how.reference, chat_template_kwargs, bool(in_own_words or prompts), note
     )
@@ -151,9 +153,8 @@ def _task_results(marks_of_each: Sequence[Sequence[Marks]]) -> list[TaskResult]:
     return [TaskResult.of(*marks) for marks in zip(*marks_of_each, strict=True)]
 
 
-def _check_code(tasks: Sequence[Task[InOwnWords]], run_code: bool, note: Doing) -> None:
+def _check_code(tasks: Sequence[Task[AnyQuestion]], run_code: bool, note: Doing) -> None:
     """Refuse to run code that is not allowed or cannot be limited; note what is not limited."""
-    tasks = [task for task in tasks if task.kind == "tests"]
     if not tasks:
         return
     count = sum(len(task.questions) for task in tasks)

@@ -4,27 +4,36 @@
     {"prompt": "What is 6 times 7?", "answer": "42", "match": "number"}
     {"prompt": "Write f ...", "entry_point": "f", "tests": "assert f(1) == 2"}
 
-A file, of lines or of one array, is a task of one kind, a folder holds several. `gold` is the place
+A file, of lines or of one array, is a task of one kind; a folder holds several. `gold` is the place
 of the right choice, from 0. `match` says when what a model writes is the `answer` (`MATCHES`).
 `tests` are Python that raises if the code that a model writes, the function `entry_point`, is
-wrong. A line of HumanEval has them as `test`, a function check(candidate).
+wrong. Lines of the hub's sets are read as they are (hub_rows.py).
 """
 
-import math
-import re
+import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
 
+import regex
+
 from twellctl.errors import TwellError, UsageError, bounded, reason, shown
-from twellctl.evaluation import limited
+from twellctl.evaluation import limited, programs
+from twellctl.evaluation.hub_rows import as_task_row, solution_in
 from twellctl.evaluation.settings import Progress
+from twellctl.evaluation.written import answer_number, final_answer
 from twellctl.files.home import from_home
 from twellctl.text.files import kind_of, read_rows
 
 SUFFIXES = (".jsonl", ".json")
+PATTERN_SECONDS = 1.0  # that a pattern may take on an answer
 _REMEDY = "correct or leave out this line"
+_EXAMPLES = {
+    "choices": '{"query": "2 + 2 =", "choices": ["3", "4"], "gold": 1}',
+    "answer": '{"prompt": "What is 2 + 2?", "answer": 4}',
+    "tests": '{"prompt": "Write f.", "entry_point": "f", "tests": "assert f(1) == 2"}',
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Question:
     query: str
     choices: tuple[str, ...]
     gold: int
+    where: str = field(default="", compare=False)  # file and line
 
 
 @dataclass(frozen=True)
@@ -43,21 +53,27 @@ class Asked:
     prompt: str
     answer: str
     match: str
+    where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class Coded:
-    """Code that is asked for, and tests of the function `entry_point`."""
+    """Code that is asked for, and tests of the function `entry_point`.
+
+    `solution` is a reference solution, if the file has one.
+    """
 
     prompt: str
     entry_point: str
     tests: str
+    solution: str | None = None
+    where: str = field(default="", compare=False)
 
 
 InOwnWords: TypeAlias = Asked | Coded
 AnyQuestion: TypeAlias = Question | InOwnWords
 Q = TypeVar("Q", bound=AnyQuestion, covariant=True)
-# an answer is the text, has its last number equal to it, holds it, or a regular expression finds it
+# an answer is the text, states the number, holds the text, or a regular expression finds it
 MATCHES = ("exact", "number", "contains", "regex")
 _KINDS = {
     "choices": Question,
@@ -132,15 +148,15 @@ def _read_task(file: Path, limit: int | None) -> Task[AnyQuestion]:
 
 
 def _question(row: Any, where: str) -> AnyQuestion:
-    if isinstance(row, dict) and isinstance(row.get("test"), str) and "tests" not in row:
-        row["tests"] = f"{row['test']}\n\ncheck({row.get('entry_point')})"
+    row = as_task_row(row) if isinstance(row, dict) else row
     if (wrong := _what_is_wrong(row)) is not None:
         raise TwellError(f"{where}: {wrong}: {_REMEDY}")
     if "choices" in row:
-        return Question(row["query"], tuple(row["choices"]), row["gold"])
+        return Question(row["query"], tuple(row["choices"]), row["gold"], where)
     if "answer" in row:
-        return Asked(row["prompt"], str(row["answer"]), _match_of(row))
-    return Coded(row["prompt"], row["entry_point"], row["tests"])
+        return Asked(row["prompt"], str(row["answer"]), _match_of(row), where)
+    code = row["prompt"], row["entry_point"], row["tests"]
+    return Coded(*code, solution=solution_in(row), where=where)
 
 
 def _what_is_wrong(row: Any) -> str | None:
@@ -151,16 +167,18 @@ def _what_is_wrong(row: Any) -> str | None:
     if len(kinds) > 1:
         return f"it has keys of two kinds, {kinds[0]!r} and {kinds[1]!r}"
     if not kinds:
-        return f"it has none of {', '.join(map(repr, _KINDS))}"
-    return {"choices": _wrong_choices, "answer": _wrong_answer, "tests": _wrong_tests}[kinds[0]](
-        row
-    )
+        return (
+            f"it has none of {', '.join(map(repr, _KINDS))}, as in "
+            f"{' or '.join(_EXAMPLES.values())}"
+        )
+    checks = {"choices": _wrong_choices, "answer": _wrong_answer, "tests": _wrong_tests}
+    return checks[kinds[0]](row)
 
 
 def _wrong_choices(row: dict) -> str | None:
     for key in ("query", "gold"):
         if key not in row:
-            return f"it has no {shown(key)}"
+            return f"it has no {shown(key)}, as in {_EXAMPLES['choices']}"
     query, choices, gold = row["query"], row["choices"], row["gold"]
     if not isinstance(query, str):
         return f"query must be a text, got {shown(query)}"
@@ -179,28 +197,41 @@ def _wrong_answer(row: dict) -> str | None:
         return f"answer must be a text or a number, got {shown(answer)}"
     if match not in MATCHES:
         return f"match must be {', '.join(MATCHES[:-1])} or {MATCHES[-1]}, got {shown(match)}"
-    if match == "number" and last_number(str(answer)) is None:
+    if match == "number" and answer_number(str(answer)) is None:
         return f"answer must hold a number, got {shown(answer)}"
     if match == "regex":
         try:
-            re.compile(str(answer))
-        except re.error as error:
+            regex.compile(str(answer))
+        except regex.error as error:
             return f"answer must be a regular expression, got {shown(answer)} ({reason(error)})"
-    return _no_text(row, "prompt")
+    return _no_text(row, "prompt", "answer")
 
 
 def _wrong_tests(row: dict) -> str | None:
-    missing = (_no_text(row, key) for key in ("prompt", "entry_point", "tests"))
+    missing = (_no_text(row, key, "tests") for key in ("prompt", "entry_point", "tests"))
     if (wrong := next(filter(None, missing), None)) is not None:
         return wrong
-    if not row["entry_point"].isidentifier():
+    if not _is_function(row["entry_point"]):
         return f"entry_point must be the name of a function, got {shown(row['entry_point'])}"
     return None
 
 
-def _no_text(row: dict, key: str) -> str | None:
+def _is_function(entry_point: str) -> bool:
+    """Whether it is the name of a function, or a method as `Class().method`."""
+    if entry_point.isidentifier():
+        return True
+    try:
+        node = ast.parse(entry_point, mode="eval").body
+    except (SyntaxError, ValueError):
+        return False
+    owner = node.value if isinstance(node, ast.Attribute) else None
+    return isinstance(owner.func if isinstance(owner, ast.Call) else owner, ast.Name)
+
+
+def _no_text(row: dict, key: str, kind: str) -> str | None:
+    """Why `row`, of a `kind`, has no text as `key`; None if it has."""
     if key not in row:
-        return f"it has no {shown(key)}"
+        return f"it has no {shown(key)}, as in {_EXAMPLES[kind]}"
     if not isinstance(row[key], str) or not row[key].strip():
         return f"{key} must be a text, got {shown(row[key])}"
     return None
@@ -211,13 +242,6 @@ def _match_of(row: dict) -> str:
     return row.get("match", "exact" if isinstance(row["answer"], str) else "number")
 
 
-def last_number(text: str) -> float | None:
-    """The last number in a text, as people write it: -1,234.5."""
-    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return float(found[-1].replace(",", "")) if found else None
-
-
-_BLOCK = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 _WHOLE = (
     "Complete this Python function. Answer with the whole function, its imports included, in one "
     "```python block and nothing else.\n\n```python\n{}\n```"
@@ -225,11 +249,11 @@ _WHOLE = (
 _BLOCK_PLEASE = "{}\n\nAnswer with one ```python block."
 
 
-def prompt_of(question: Asked | Coded) -> str:
+def prompt_of(question: InOwnWords) -> str:
     """What the model is asked. A prompt that begins the function wants all of it."""
     if isinstance(question, Asked):
         return question.prompt
-    if _begins(question):
+    if programs.begins(question.prompt, question.entry_point):
         return _WHOLE.format(question.prompt.rstrip())
     return _BLOCK_PLEASE.format(question.prompt)
 
@@ -241,44 +265,30 @@ def right(
 ) -> tuple[float, ...]:
     """1 for each of `texts` that answers its question, else 0. Code for a `Coded` is run."""
     pairs = list(zip(questions, texts, strict=True))
-    programs = [program(asked, text) for asked, text in pairs if isinstance(asked, Coded)]
-    if programs:
-        return tuple(float(done.passed) for done in limited.run_all(programs, progress))
+    sources = [program(asked, text) for asked, text in pairs if isinstance(asked, Coded)]
+    if sources:
+        return tuple(float(done.passed) for done in limited.run_all(sources, progress))
     return tuple(float(matches(asked, text)) for asked, text in pairs if isinstance(asked, Asked))
 
 
 def matches(question: Asked, text: str) -> bool:
-    wanted, text = question.answer.strip(), text.strip()
+    """Whether `text`, without any thinking, is the answer; no where a pattern takes too long."""
+    wanted, text = question.answer.strip(), final_answer(text).strip()
     if question.match == "number":
-        found, number = last_number(text), last_number(wanted)
-        return (
-            found is not None and number is not None and math.isclose(found, number, rel_tol=1e-6)
-        )
+        found, number = answer_number(text), answer_number(wanted)
+        return found is not None and number is not None and found.equals(number)
     if question.match == "contains":
         return wanted in text
     if question.match == "regex":
-        return re.search(wanted, text) is not None
+        try:
+            return regex.search(wanted, text, timeout=PATTERN_SECONDS) is not None
+        except TimeoutError:
+            return False
     return wanted == text
 
 
 def program(question: Coded, text: str) -> str:
-    """The code in `text`, what the prompt imports before it, its tests behind it.
-
-    It is the first block that defines the function, else the first one, else all of the text;
-    where none defines it, it goes on from the prompt.
-    """
-    blocks = _BLOCK.findall(text) or [text]
-    code = next((block for block in blocks if _define(question) in block), blocks[0])
-    if _begins(question) and _define(question) not in code:
-        code = question.prompt + code
-    lines = question.prompt.splitlines()
-    imports = "\n".join(line for line in lines if line.startswith(("import ", "from ")))
-    return f"{imports}\n{code}\n\n{question.tests}\n"
-
-
-def _define(question: Coded) -> str:
-    return f"def {question.entry_point}"
-
-
-def _begins(question: Coded) -> bool:
-    return _define(question) in question.prompt
+    """What runs the code in `text` against the tests; it fails if the tests test nothing."""
+    if programs.tests_nothing(question.tests, question.entry_point):
+        return "raise AssertionError('the tests do not call the function')"
+    return programs.program(question.prompt, question.entry_point, question.tests, text)

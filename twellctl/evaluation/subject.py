@@ -1,7 +1,7 @@
 """A model that is measured: opened, loaded, and asked in its own words or to choose."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from twellctl.evaluation.questions import InOwnWords, Question, Task
 from twellctl.evaluation.results import Marks
 from twellctl.evaluation.settings import Doing, Messages, Progress
 from twellctl.evaluation.windows import dtype_for
+from twellctl.evaluation.written import leaves_thinking_open
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer
 from twellctl.text.tokens import check_ids, encode_prompt, encode_written
 
+_LAST_OF_PROMPT = 16  # tokens, in which the beginning of thinking is looked for
 _COMPARED = 10_000  # characters of each text that both tokenizers encode
 
 
@@ -113,7 +115,12 @@ class Subject(Opened):
             return Wrote(name, [], [])
         doing(f"{name} answers {counted(len(prompts), 'question')}")
         made = answers(self.model, self.tokenizer, prompts, progress=progress)
-        return Wrote(name, prompts, made)
+        return Wrote(name, prompts, [self._whole(*one) for one in zip(prompts, made, strict=True)])
+
+    def _whole(self, prompt: list[int], answer: Answer) -> Answer:
+        """`answer`, with the beginning of its thinking if the chat template wrote that."""
+        opened = leaves_thinking_open(self.tokenizer.decode(prompt[-_LAST_OF_PROMPT:]))
+        return replace(answer, text=f"<think>\n{answer.text}") if opened else answer
 
     def choose(
         self, tasks: Sequence[Task[Question]], doing: Doing, progress: Progress

@@ -1,0 +1,93 @@
+"""Lines of task sets as the hub has them, in the form of `questions`. No torch.
+
+HumanEval, HumanEval+ and LeetCode have `test`; MBPP and MBPP+ `code` and `test_list`; GSM8K a
+question and an answer that ends in `#### 7`; ARC and MMLU choices and the letter or number of one.
+"""
+
+import ast
+from typing import Any
+
+_LETTERS = "ABCDEFGHIJ"
+_TESTS = "{}\nYour code should pass these tests:\n\n{}"
+_ASK = "Question: {}\nAnswer:"
+
+
+def as_task_row(row: dict[str, Any]) -> dict[str, Any]:
+    """`row` itself, or what a row of the hub asks, with the keys that `questions` reads."""
+    if "choices" in row:
+        return _with_gold(_as_choices(row))
+    if "tests" not in row and isinstance(row.get("test_list"), list) and "code" in row:
+        return _from_mbpp(row)
+    if "tests" not in row and isinstance(row.get("test"), str):
+        return row | {"tests": row["test"]}
+    if "prompt" not in row and isinstance(row.get("question"), str) and "answer" in row:
+        return _from_gsm8k(row)
+    return row
+
+
+def solution_in(row: dict[str, Any]) -> str | None:
+    """The reference solution of a row for tests: a body that continues the prompt, or all code."""
+    found = (row.get(key) for key in ("canonical_solution", "code", "solution"))
+    return next((code for code in found if isinstance(code, str) and code.strip()), None)
+
+
+def _from_mbpp(row: dict[str, Any]) -> dict[str, Any]:
+    shown = "\n".join(map(str, row["test_list"]))
+    imports = [str(row.get("test_setup_code") or ""), *map(str, row.get("test_imports") or [])]
+    tests = str(row.get("test") or shown)
+    text = row.get("text") or row.get("prompt")
+    made = {"tests": "\n".join([*filter(None, imports), tests])}
+    if isinstance(text, str):
+        made["prompt"] = _TESTS.format(text.strip(), shown)
+    if name := _function_called(shown, str(row["code"])):
+        made["entry_point"] = name
+    return made | {key: row[key] for key in ("entry_point", "code") if key in row}
+
+
+def _function_called(tests: str, code: str) -> str | None:
+    """The function of `code` that `tests` call first."""
+    try:
+        defined = {getattr(node, "name", None) for node in ast.parse(code).body}
+        nodes = list(ast.walk(ast.parse(tests)))
+    except (SyntaxError, ValueError):
+        return None
+    called = [n.func for n in nodes if isinstance(n, ast.Call)]
+    names = [func.id for func in called if isinstance(func, ast.Name) and func.id in defined]
+    return names[0] if names else None
+
+
+def _from_gsm8k(row: dict[str, Any]) -> dict[str, Any]:
+    made = row | {"prompt": row["question"]}
+    _, hashes, result = str(row["answer"]).rpartition("####")
+    if hashes and result.strip():
+        made |= {"answer": result.strip(), "match": "number"}
+    return made
+
+
+def _as_choices(row: dict[str, Any]) -> dict[str, Any]:
+    """ARC's choices are two lists, of texts and of their labels; MMLU's answer is a number."""
+    choices = row["choices"]
+    made = {"query": row["query"]} if "query" in row else {}
+    if "query" not in row and isinstance(row.get("question"), str):
+        made["query"] = _ASK.format(row["question"])
+    if isinstance(choices, dict) and {"text", "label"} <= choices.keys():
+        texts, labels = list(choices["text"]), list(choices["label"])
+        gold = labels.index(row["answerKey"]) if row.get("answerKey") in labels else None
+        return made | {"choices": texts} | ({} if gold is None else {"gold": gold})
+    if "query" not in row and "gold" not in row and "answer" in row:
+        return made | {"choices": choices, "gold": row["answer"]}
+    return row
+
+
+def _with_gold(row: dict[str, Any]) -> dict[str, Any]:
+    """`gold` may be a choice itself, its number as text, or its letter."""
+    gold, choices = row.get("gold"), row["choices"]
+    if not isinstance(gold, str) or not isinstance(choices, list):
+        return row
+    if choices.count(gold) == 1:
+        return row | {"gold": choices.index(gold)}
+    if gold.isascii() and gold.isdecimal():
+        return row | {"gold": int(gold)}
+    if len(gold) == 1 and gold in _LETTERS:
+        return row | {"gold": _LETTERS.index(gold)}
+    return row
