@@ -90,8 +90,9 @@ def test_texts_in_a_batch_with_guided_ones_are_unchanged(relu_llama, tokenizer):
     def written(guided: bool) -> list[list[int]]:
         scheduler = Scheduler(HFDecoder(model), 9, 4, ends)
         guides = Guides(tokenizer, scheduler.decoder.vocab_size, ends)
+        guide = guides.build(guides.grammar(SCHEMA))
         made = [Sequence(prompt, Sampling(40, 0)) for prompt in prompts]
-        how = [Sampling(60, 1, seed=seed, guide=guides(SCHEMA)) for seed in (0, 1)]
+        how = [Sampling(60, 1, seed=seed, guide=guide) for seed in (0, 1)]
         beside = [Sequence(prompts[0], sampling) for sampling in how]
         for sequence in [*made, *(beside if guided else [])]:
             scheduler.add(sequence)

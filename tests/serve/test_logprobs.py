@@ -11,7 +11,7 @@ from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.serving.logprobs import TokenSpelling
 
-TEXT = "for x in [é, 日本]:\n    print(x)"
+TEXT, END = "for x in [é, 日本]:\n    print(x)", "<|endoftext|>"
 
 
 class Certain(Scripted):
@@ -41,9 +41,9 @@ def test_chat_returns_every_token(spoken, tokenizer):
     engine, client = spoken
     content = whole_chat(client, top_logprobs=3)
     assert engine.samplings[-1].top_logprobs == 3
-    assert spelled(content).decode() == TEXT
-    assert [entry.logprob for entry in content] == [engine.logprob(t) for t in engine.tokens[:-1]]
-    for token, entry in zip(engine.tokens, content, strict=False):
+    assert spelled(content).decode() == TEXT + END
+    assert [entry.logprob for entry in content] == [engine.logprob(t) for t in engine.tokens]
+    for token, entry in zip(engine.tokens, content, strict=True):
         best = entry.top_logprobs
         assert [other.logprob for other in best] == [entry.logprob - i / 2 for i in range(3)]
         assert (best[0].token, best[0].bytes) == (entry.token, entry.bytes)
@@ -69,14 +69,13 @@ def test_completion_returns_every_token(spoken):
     engine, client = spoken
     told = complete(client, max_tokens=100, logprobs=2).choices[0].logprobs
     assert engine.samplings[-1].top_logprobs == 2
-    ids = engine.tokens[:-1]
-    assert told.token_logprobs == [engine.logprob(token) for token in ids]
-    assert [len(best) for best in told.top_logprobs] == [2] * len(ids)
+    assert told.token_logprobs == [engine.logprob(token) for token in engine.tokens]
+    assert [len(best) for best in told.top_logprobs] == [2] * len(engine.tokens)
     for name, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
         assert top[name] == logprob
     for name, offset in zip(told.tokens, told.text_offset, strict=True):
         if not name.startswith("bytes:"):
-            assert TEXT[offset : offset + len(name)] == name
+            assert (TEXT + END)[offset : offset + len(name)] == name
     assert told.text_offset[0] == 0
     assert sorted(told.text_offset) == told.text_offset
 
@@ -98,11 +97,10 @@ def test_streamed_chat_returns_the_same(spoken, stop):
         (choice,) = chunk.choices
         text += choice.delta.content or ""
         content += choice.logprobs.content if choice.logprobs else []
-        assert len(spelled(content[:-1])) <= len(text.encode())
     assert text == whole.message.content
     assert content == whole.logprobs.content
     assert spelled(content).startswith(text.encode())
-    assert len(spelled(content[:-1])) < len(text.encode())  # nothing that was cut off
+    assert spelled(content).decode().endswith(stop or END)
     assert text == TEXT.partition(stop or "never")[0]
 
 
@@ -121,7 +119,47 @@ def test_streamed_completion_returns_the_same(spoken, stop):
         assert all(offset <= len(text) for offset in told["text_offset"])
     assert text == whole.text == (TEXT if stop is None else TEXT[: TEXT.index(stop)])
     assert told == whole.logprobs.model_dump()
-    assert all(offset < len(text) for offset in told["text_offset"])
+    assert told["text_offset"][-1] == len(text)  # the end token, or the last of the stop string
+
+
+LISTS = {  # what ends the answer, what was asked for: how many of its tokens the text lacks
+    "the end token": ({}, 1),
+    "a stop string of whole tokens": ({"stop": "日本"}, None),
+    "a stop string within a token": ({"stop": "or x"}, None),
+    "a stop string that is never met": ({"stop": "never"}, 1),
+}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("options", "unseen"), LISTS.values(), ids=LISTS.keys())
+def test_lists_are_as_long_as_the_usage(spoken, options, unseen, n):
+    """As clients count that cut a list by `completion_tokens`."""
+    _, client = spoken
+    options = {"max_tokens": 100, "n": n} | options
+    answer = chat(client, logprobs=True, **options)
+    lists = [choice.logprobs.content for choice in answer.choices]
+    assert [len(one) for one in lists] == [answer.usage.completion_tokens / n] * n
+    plain = complete(client, logprobs=0, **options)
+    assert {len(choice.logprobs.tokens) for choice in plain.choices} == {len(lists[0])}
+    assert plain.usage.completion_tokens == answer.usage.completion_tokens
+    text, offsets = plain.choices[0].text, plain.choices[0].logprobs.text_offset
+    found = sum(offset >= len(text) for offset in offsets)
+    assert found == unseen if unseen is not None else found > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_end_right_after_an_echoed_prompt_is_listed(tokenizer, stream):
+    """As lm-evaluation-harness counts: the prompt's tokens, and then those of the answer."""
+    prompt = tokenizer.encode(TEXT)
+    options = {"echo": True, "logprobs": 1, "max_tokens": 1, "prompt": prompt}
+    with serving(tokenizer, Scripted([*prompt[1:], 0])) as client:
+        answer = complete(client, **options, stream=stream)
+        chunks = answer if stream else [answer]
+        choices = [choice for chunk in chunks for choice in chunk.choices if choice.logprobs]
+        tokens = [token for choice in choices for token in choice.logprobs.tokens]
+        offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    assert len(tokens) == len(prompt) + 1
+    assert (tokens[-1], offsets[-1]) == (END, len(TEXT))
 
 
 def test_no_logprobs_or_densities_without_a_request(spoken):

@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 from twellctl.decoding.engine import Engine, Sampling, Token
@@ -17,10 +17,15 @@ from twellctl.text.tokens import Detokenizer, StopStrings
 
 @dataclass(frozen=True, slots=True)
 class PlacedToken:
-    """A token, and where its text begins in the completion's (in characters)."""
+    """A token, and where its text begins in the completion's (in characters).
+
+    `unseen`: its text is not in the completion's. That is the end token, and what a stop string
+    cut off; they stand at the end of the text.
+    """
 
     token: Token
     offset: int
+    unseen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +40,8 @@ class Call:
 class Piece:
     """Text that is certain now (may be empty), the tokens read so far, why it ended if it did.
 
-    `tokens`: those whose text begins in what is out by now, each of them once. Neither the end
-    token nor what a stop string cut off is ever among them.
+    `tokens`: those whose text begins in what is out by now, each of them once; with the finish
+    reason come all others, so that they are as many as were counted.
     """
 
     text: str
@@ -84,7 +89,7 @@ async def complete(
                 yield transcript.echo(token)
                 continue
             ended = token.id in engine.eos_tokens
-            piece = transcript.end_token() if ended else transcript.add(token)
+            piece = transcript.end(token) if ended else transcript.add(token)
             yield piece
             if piece.finish_reason:
                 return
@@ -102,19 +107,28 @@ class _Transcript:
     def add(self, token: Token) -> Piece:
         self._num_tokens += 1
         text, stopped = self._stops.add(self._read(token))
-        return self._piece(text, "stop" if stopped else None)
+        return self._stopped(text) if stopped else self._piece(text, None)
 
     def echo(self, token: Token) -> Piece:
         """A token of the prompt: it counts for nothing, and no stop string is looked for."""
         return self._piece(self._read(token), None)
 
-    def end_token(self) -> Piece:
-        """The model ended the text itself: what was held back goes out."""
+    def end(self, token: Token) -> Piece:
+        """The model ended the text itself, with `token`: what was held back goes out."""
         self._num_tokens += 1
         text, stopped = self._stops.add(self._detokenizer.rest())
-        if stopped:
-            return self._piece(text, "stop")
-        return self._piece(text + self._stops.rest(), "stop", everything=True)
+        if not stopped:
+            text += self._stops.rest()
+        self._waiting.append(PlacedToken(token, self._num_sent + len(text)))
+        return self._stopped(text)
+
+    def _stopped(self, text: str) -> Piece:
+        """The last piece, of `text`; tokens that wait and begin after it are not in it."""
+        piece = self._piece(text, "stop")
+        end = self._num_sent
+        unseen = tuple(PlacedToken(waiting.token, end, unseen=True) for waiting in self._waiting)
+        self._waiting.clear()
+        return replace(piece, tokens=piece.tokens + unseen)
 
     def cut(self) -> Piece:
         """The budget ended it."""

@@ -11,15 +11,17 @@ from typing import Any
 from packaging.version import Version
 
 from twellctl.decoding.engine import Guide
+from twellctl.errors import bounded
 from twellctl.files.strict_json import to_json
 from twellctl.here.machine import version_of
-from twellctl.serving.request_fields import ApiError, invalid, unsupported
+from twellctl.serving.request_fields import ApiError, invalid, unknown, unsupported
 
 FIELD = "response_format"
 _OBJECT = {"type": "object"}
 # Between two words of JSON: a space, or a new line and its indent. A model that may go on with
 # spaces may never stop.
 _SPACE = r"( |\n {0,24})?"
+_EXTENSION = "x-guidance"
 _LEAST = Version("1.9")  # older ones do not take _SPACE
 
 
@@ -37,6 +39,13 @@ def parse_format(given: Any) -> dict[str, Any] | None:
     return form["schema"]
 
 
+def no_schema(why: str) -> ApiError:
+    """The error for a schema that no answer can follow here."""
+    return ApiError(
+        400, f"{FIELD}: {bounded(' '.join(why.split()), 300)}", param=FIELD, code="json_schema"
+    )
+
+
 class Guides:
     """Of one model: `tokenizer`, tokens 0 to `vocab_size - 1`, and those that end a text."""
 
@@ -45,40 +54,73 @@ class Guides:
         self._lock = threading.Lock()
         self._known: Any = None
 
-    def __call__(self, schema: dict[str, Any]) -> Callable[[], Guide]:
-        """What gives each text its guide; `ApiError` for a schema that is none."""
+    def grammar(self, schema: dict[str, Any]) -> str:
+        """The grammar of texts that follow `schema`; `ApiError` if no schema can be followed here.
+
+        Whether it is a schema, and how long it takes, shows when it is built.
+        """
         found = version_of("llguidance")
         if found is None or Version(found) < _LEAST:
             why = "no llguidance here is new enough"
             raise unsupported(FIELD, f"{why}: pip install 'llguidance>=1.9'")
+        if getattr(self._tokenizer, "backend_tokenizer", None) is None:
+            raise unsupported(FIELD, "this model's tokenizer is not from the tokenizers library")
+        if _EXTENSION in schema:  # the library's own, which may loosen what the schema says
+            raise unknown(f"{FIELD}.{_EXTENSION}")
         from llguidance import LLMatcher
 
-        known = self._vocabulary()
         try:
-            grammar = LLMatcher.grammar_from_json_schema(
+            return LLMatcher.grammar_from_json_schema(
                 to_json(schema), {"whitespace_pattern": _SPACE}
             )
-            wrong = LLMatcher.validate_grammar(grammar, known)
-        except ValueError as error:
-            wrong = str(error)
-        if wrong:
-            message = f"{FIELD}: {' '.join(wrong.split())[:300]}"
-            raise ApiError(400, message, param=FIELD, code="json_schema")
-        return lambda: LLMatcher(known, grammar, log_level=0)
+        except ValueError as error:  # it is too deep, for example
+            raise no_schema(str(error)) from None
+
+    def tokens(self) -> dict[str, Any]:
+        """What `grammar_trial` must know of the tokens."""
+        tokenizer = self._tokenizer.backend_tokenizer.to_str()
+        return {"tokenizer": tokenizer, "vocab_size": self._vocab_size, "ends": self._ends}
+
+    def build(self, grammar: str) -> Callable[[], Guide]:
+        """What gives each text its guide. It can take long: `Grammars` tries it before."""
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._vocabulary(), grammar, log_level=0)
+        matcher.compute_bitmask()  # the first one takes longest
+        refused = min(token for token in range(self._vocab_size) if token not in self._ends)
+        return lambda: _Following(matcher.deep_copy(), refused)
 
     def _vocabulary(self) -> Any:
         """The tokens as llguidance knows them, made for the first who asks."""
         from llguidance import LLTokenizer
 
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise unsupported(FIELD, "this model's tokenizer is not from the tokenizers library")
         with self._lock:
             if self._known is None:
+                known = self.tokens()
                 self._known = LLTokenizer(
-                    backend.to_str(), n_vocab=self._vocab_size, eos_token=self._ends
+                    known["tokenizer"], n_vocab=self._vocab_size, eos_token=self._ends
                 )
         return self._known
+
+
+class _Following:
+    """A `Guide` of one text that follows a grammar.
+
+    A step that takes more than the library's limits ends this text with an error: its matcher would
+    let the text end there. So one token may be next, and it is then refused.
+    """
+
+    def __init__(self, matcher: Any, refused: int):
+        self._matcher, self._refused = matcher, refused
+
+    def compute_bitmask(self) -> bytes:
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            return (1 << self._refused).to_bytes(len(mask), "little")
+        return mask
+
+    def consume_token(self, token: int) -> bool:
+        return self._matcher.consume_token(token)
 
 
 class Given:

@@ -88,7 +88,7 @@ _LEAST = -9999.0  # OpenAI's number for what has no chance: JSON has no infinity
 
 
 def chat_logprobs(tokens: Sequence[PlacedToken], spelling: TokenSpelling) -> dict[str, Any]:
-    """/v1/chat/completions: one entry a token, its alternatives inside."""
+    """/v1/chat/completions: one entry a token, the end token's too, its alternatives inside."""
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         spelled = spelling(token)
@@ -132,8 +132,9 @@ def _finite(logprob: float | None) -> float | None:
 
 
 def densities(tokens: Sequence[PlacedToken]) -> list[list[float]]:
-    """Share of each layer's neurons that fired, `[tokens, layers]`, to six places."""
-    return [[round(share, 6) for share in placed.token.densities or ()] for placed in tokens]
+    """Share of each layer's neurons that fired, `[tokens of the text, layers]`, to six places."""
+    seen = (placed.token for placed in tokens if not placed.unseen)
+    return [[round(share, 6) for share in token.densities or ()] for token in seen]
 
 
 def _name(spelling: Spelling) -> str:

@@ -92,8 +92,8 @@ class Answer:
     ) -> dict[str, Any]:
         choice = self._choice(index, text, finish_reason, tokens or None)
         chunk = self._body(self.chunk_object, [choice])
-        if self.options.sampling.densities and tokens:
-            chunk["twell"] = {"densities": densities(tokens)}
+        if self.options.sampling.densities and (shares := densities(tokens)):
+            chunk["twell"] = {"densities": shares}
         return chunk
 
     def _choice(

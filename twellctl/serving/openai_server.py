@@ -13,6 +13,7 @@ from twellctl.decoding.engine import EngineClosed
 from twellctl.files.strict_json import to_json
 from twellctl.serving.access import Access, guard, reading
 from twellctl.serving.completion import Piece, complete, joined, together
+from twellctl.serving.grammars import Grammars
 from twellctl.serving.http_errors import answer_errors, json_response
 from twellctl.serving.measured import access_log, current, measuring, note_failure
 from twellctl.serving.metrics import Metrics
@@ -92,6 +93,7 @@ def make_app(
         client_max_size=limits.body_bytes,
     )
     app.on_response_prepare.append(reading(access))
+    app.on_cleanup.append(endpoints.close)
     app.router.add_get("/", page_response)
     app.router.add_get("/health", endpoints.health)
     app.router.add_get("/metrics", metrics.response)
@@ -114,6 +116,11 @@ class Endpoints:
     def __init__(self, model: ServedModel, limits: Limits, traffic: Traffic, metrics: Metrics):
         self._model, self._limits, self._traffic = model, limits, traffic
         self._metrics, self._preparing = metrics, Preparing(model.engine)
+        self._grammars = Grammars(model.guides, model.engine.max_held)
+
+    async def close(self, app: web.Application) -> None:
+        """At the end of the server."""
+        await self._grammars.close()
 
     async def listed(self, http: web.Request) -> web.Response:
         """What there is, for who opens the API's own URL."""
@@ -164,6 +171,8 @@ class Endpoints:
             until = asyncio.get_running_loop().time() + self._limits.answer_seconds
             async with self._time_limit(until, "the prompt was not ready", "shorten it"):
                 plan = await self._preparing(body, plan_of)
+                if plan.grammar is not None:
+                    plan = plan.guided(await self._grammars(plan.grammar))
             current().prompt_tokens = plan.prompt_tokens
             name = plan.options.model or self._model.name
             answer = form(replace(plan.options, model=name), self._model.spelling)

@@ -72,6 +72,12 @@ class Plan:
     prompt_tokens: int
     options: Options
     calls: bool = False  # tools may be called
+    grammar: str | None = None  # that all choices are to follow, of `Guides.grammar`
+
+    def guided(self, guide: Callable[[], Guide]) -> "Plan":
+        """This plan with a guide for each choice."""
+        tasks = [replace(task, sampling=replace(task.sampling, guide=guide)) for task in self.tasks]
+        return replace(self, tasks=tasks)
 
 
 def check_name(model: ServedModel, name: str | None) -> None:
@@ -101,9 +107,9 @@ def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
         raise ApiError(400, str(error), param=request.param, code="chat_template") from error
     prompt = _encoded(model, text, encode_written, request.param)
     budget = _budget(model.engine, prompt, request.options.max_tokens, None, request.param)
-    guide = None if request.schema is None else model.guides(request.schema)
-    tasks = _tasks(0, prompt, [], request.options, budget, guide)
-    return Plan(tasks, len(prompt), request.options, bool(request.tools))
+    grammar = None if request.schema is None else model.guides.grammar(request.schema)
+    tasks = _tasks(0, prompt, [], request.options, budget)
+    return Plan(tasks, len(prompt), request.options, bool(request.tools), grammar)
 
 
 def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
@@ -166,14 +172,13 @@ def _tasks(
     continued: list[int],
     options: Options,
     budget: int,
-    guide: Callable[[], Guide] | None = None,
 ) -> list[Task]:
     made = []
     for i in range(options.n):
         seed = options.sampling.seed
         if seed is not None and i:  # the first choice is the one that n = 1 gives
             seed = (seed + i) % 2**63
-        sampling = replace(options.sampling, max_tokens=budget, seed=seed, guide=guide)
+        sampling = replace(options.sampling, max_tokens=budget, seed=seed)
         made.append(Task(first + i, prompt, continued, sampling))
     return made
 
