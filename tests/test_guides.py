@@ -174,7 +174,8 @@ def shop(tmp_path_factory, make_model, text_file):
     rows = [{"instruction": text[n : n + 300]} for text in texts for n in range(0, 3000, 300)]
     rows = [row | {"input": "", "output": "?"} for row in rows if row["instruction"].strip()]
     (folder / "prompts/code_alpaca_20k.json").write_text(json.dumps(rows))
-    task = {"prompt": "def f():\n", "entry_point": "f", "test": "def check(candidate):\n    pass"}
+    check = "def check(candidate):\n    assert candidate() == 1"
+    task = {"prompt": "def f():\n", "entry_point": "f", "test": check}
     (folder / "HumanEval.jsonl").write_text(2 * f"{json.dumps(task)}\n")
     question = {"query": "Is it?", "choices": ["yes", "no"], "gold": 0}
     (folder / "tasks/choices.jsonl").write_text(json.dumps(question))
