@@ -101,7 +101,7 @@ class Model:
             given[name] = (values.t() if turned else values).contiguous()
         return given | scales
 
-    def told(self) -> Tensor:
+    def table(self) -> Tensor:
         """The kernel's table of layers: pointers, screen, window, and of e4m3 the scales."""
         rows = []
         for layer in self.given:
@@ -163,7 +163,7 @@ def emulate(
             (blocks,),
             288,
             (
-                *(model.told(), *sizes, *inputs, model.cos, model.sin, EPS, D**-0.5),
+                *(model.table(), *sizes, *inputs, model.cos, model.sin, EPS, D**-0.5),
                 *(words, epoch, counts[i], logits[i]),
             ),
             SMEM_BYTES,

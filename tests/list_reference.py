@@ -26,7 +26,7 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """What `plan` is told."""
+    """Sizes that `plan` receives."""
 
     M: int
     N: int

@@ -58,7 +58,7 @@ def serving(tokenizer, engine, **settings):
     return running(ServedModel("model", tokenizer, engine), **settings)
 
 
-def told_at_start(process) -> dict[str, str]:
+def printed_at_start(process) -> dict[str, str]:
     """What a server says on its stdout once it is up, by name."""
     lines = [process.stdout.readline() for _ in range(7)]
     assert all(lines), process.stderr.read()
@@ -66,9 +66,10 @@ def told_at_start(process) -> dict[str, str]:
 
 
 class Scripted:
-    """An engine that says what it was told to, then fails if it was told to.
+    """An engine that says `tokens`, then raises `failure`, if any.
 
-    What it tells of a token follows from its number and place; `delay`: seconds before each.
+    Log-probabilities and densities of a token follow from its number and place; `delay`: seconds
+    before each.
     """
 
     context, vocab_size, eos_tokens = 256, 512, frozenset({0})
@@ -97,13 +98,13 @@ class Scripted:
                 if self.closed:
                     raise EngineClosed("the server is stopping")
                 self.num_generated += 1
-                yield self.told(place, token, sampling)
+                yield self.described(place, token, sampling)
             if self.failure:
                 raise self.failure
         finally:
             self.num_running -= 1
 
-    def told(self, place: int, token: int, sampling: Sampling) -> Token:
+    def described(self, place: int, token: int, sampling: Sampling) -> Token:
         logprob, top, densities = None, (), None
         if sampling.top_logprobs is not None:
             logprob = self.logprob(token)
@@ -121,8 +122,8 @@ class Scripted:
 
     def stats(self) -> EngineStats:
         densities = self.densities(0) if self.num_generated else ()
-        told = (self.num_running, 5, 64, 11, self.num_generated, 0.25, densities)
-        return EngineStats(*told, self.failed)
+        stats = (self.num_running, 5, 64, 11, self.num_generated, 0.25, densities)
+        return EngineStats(*stats, self.failed)
 
     def close(self) -> None:
         self.closed = True

@@ -76,7 +76,7 @@ def _matrices() -> nn.Module:
 
 
 def run(model: str, out: str, changes: dict, how: dict) -> list[float]:
-    """(coefficient, density) that `finetune` ends with in this process, sharded unless told.
+    """(coefficient, density) that `finetune` ends with in this process.
 
     `how`: `file_bytes` of what is written; below how many elements a gradient is `small`; the steps
     at which the first process is interrupted (`interrupt_at`), and the others are killed
@@ -255,7 +255,7 @@ def command(*words: str) -> list:
         os.dup2(stdout.fileno(), 1)
         os.dup2(stderr.fileno(), 2)
         sys.argv, code = ["twellctl", *words], None
-        command_line.SECONDS_TO_SPEAK = 0  # one cause of all is told by the first alone
+        command_line.SECONDS_TO_SPEAK = 0  # one cause of all is printed by the first alone
         try:
             command_line.main()
         except SystemExit as stop:
@@ -287,9 +287,9 @@ def _child(job: str, rank: int, port: int, answers: list[Path], words: list) -> 
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if len(answers) > 1:
-            told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(answers)}
-            told |= {"LOCAL_WORLD_SIZE": len(answers), "MASTER_PORT": port}
-            os.environ.update({k: str(v) for k, v in told.items()}, MASTER_ADDR="localhost")
+            launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(answers)}
+            launched |= {"LOCAL_WORLD_SIZE": len(answers), "MASTER_PORT": port}
+            os.environ.update({k: str(v) for k, v in launched.items()}, MASTER_ADDR="localhost")
         try:
             answer = JOBS[job](*words)
         except TwellError as error:

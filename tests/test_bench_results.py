@@ -107,12 +107,12 @@ def test_the_sentence_names_what_is_compared(large, small, said):
 
 
 def test_the_json_names_the_fastest_of_each_kind():
-    told = point(8, **{EAGER: 3, COMPILED: 1.5, ROWS: 0.8, TENSORS: 0.7}, twell=1).to_json()
-    assert (told["fastest_dense"], told["over_fastest_dense"]) == ("dense compile", 1.5)
-    assert told["fastest_fp8"] == "dense FP8 tensor-wise"
-    assert told["over_fastest_fp8"] == pytest.approx(0.7)
-    told = point(8, dense_eager=2, twell=1).to_json()
-    assert (told["fastest_fp8"], told["over_fastest_fp8"]) == (None, None)
+    found = point(8, **{EAGER: 3, COMPILED: 1.5, ROWS: 0.8, TENSORS: 0.7}, twell=1).to_json()
+    assert (found["fastest_dense"], found["over_fastest_dense"]) == ("dense compile", 1.5)
+    assert found["fastest_fp8"] == "dense FP8 tensor-wise"
+    assert found["over_fastest_fp8"] == pytest.approx(0.7)
+    found = point(8, dense_eager=2, twell=1).to_json()
+    assert (found["fastest_fp8"], found["over_fastest_fp8"]) == (None, None)
 
 
 def test_dense_fp8_is_never_the_fastest_dense_and_its_errors_are_its_own():
@@ -169,12 +169,12 @@ class Recorded:
 
 
 def test_each_round_takes_every_candidate_once_and_every_other_one_backwards():
-    asked, told = [], []
+    asked, progress = [], []
     timers = {name: Recorded(name, asked) for name in "abc"}
-    samples = by_turns(timers, 3, lambda done, total: told.append((done, total)))
+    samples = by_turns(timers, 3, lambda done, total: progress.append((done, total)))
     assert "".join(asked) == "abccbaabc"
     assert {name: len(taken) for name, taken in samples.items()} == {"a": 3, "b": 3, "c": 3}
-    assert told == [(n, 9) for n in range(1, 10)]
+    assert progress == [(n, 9) for n in range(1, 10)]
 
 
 def test_calls_go_through_all_inputs_in_turn(monkeypatch):

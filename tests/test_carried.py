@@ -89,15 +89,17 @@ def test_side_files_may_hold_what_only_python_writes(source, tmp_path, knows_its
     odd = {"model_max_length": float("inf"), "scale": float("nan"), "note": "\ud800"}
     odd |= {"name_or_path": str(tmp_path)} if knows_its_place else {}
     path = source / "tokenizer_config.json"
-    told = {k: v for k, v in json.loads(path.read_text()).items() if k != "special_tokens_map_file"}
-    path.write_text(json.dumps(told | odd))
+    saved = {
+        k: v for k, v in json.loads(path.read_text()).items() if k != "special_tokens_map_file"
+    }
+    path.write_text(json.dumps(saved | odd))
     converted = convert(source, tmp_path / "out")
     assert converted.is_chat_model
     written = json.loads((tmp_path / "out" / path.name).read_text())
     odd.pop("name_or_path", None)
-    assert told["tokenizer_class"] == "TokenizersBackend"  # as older versions do not call it
+    assert saved["tokenizer_class"] == "TokenizersBackend"  # as older versions do not call it
     odd["tokenizer_class"] = "PreTrainedTokenizerFast"
-    assert json.dumps(written) == json.dumps(told | odd)
+    assert json.dumps(written) == json.dumps(saved | odd)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("a b").input_ids
 
 

@@ -59,13 +59,13 @@ def test_it_says_what_comes_next(cli, silu_llama, tmp_path, chats):
     if not chats:
         (source / "chat_template.jinja").unlink()
     out = tmp_path / "relu"
-    code, said, (told,) = cli("convert", source, out)
+    code, said, (advice,) = cli("convert", source, out)
     write = f"twellctl write {source} own.jsonl --prompts FILE, then "
     fit = f"twellctl convert {source} {out} --overwrite --data"
     assert code == 0
     follows = f"next: twellctl finetune {out} OUT --recipe standard --data FILE"
     assert said.splitlines()[-1] == follows
-    assert told == (
+    assert advice == (
         "such a model talks noise until it is fitted or fine-tuned; to fit it: "
         f"{write if chats else ''}{fit} {'own.jsonl' if chats else 'FILE'}"
     )

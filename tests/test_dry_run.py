@@ -50,10 +50,10 @@ def test_it_measures_and_writes_nothing(success, relu_llama, text_file, tmp_path
 
 
 def test_rate_and_sizes_are_those_of_the_run(relu_llama, text_file):
-    recipe, told = small(text_file, max_steps=50), []
-    found = dry_run(relu_llama, recipe, doing=told.append)
-    assert told[:2] == ["reading the first of the text", "loading the model"]
-    assert told[2:] == [f"taking step {n} of 5 to measure" for n in range(1, 6)]
+    recipe, notes = small(text_file, max_steps=50), []
+    found = dry_run(relu_llama, recipe, doing=notes.append)
+    assert notes[:2] == ["reading the first of the text", "loading the model"]
+    assert notes[2:] == [f"taking step {n} of 5 to measure" for n in range(1, 6)]
     assert found.checkpoint_bytes == 0
     assert found.tokens_per_second > 0
     assert found.seconds == found.num_tokens / found.tokens_per_second
@@ -125,8 +125,8 @@ def test_a_checkpoint_takes_what_is_said(relu_llama, text_file, tmp_path, capsys
     size = sum((folder / name).stat().st_size for name in names)
     assert found.checkpoint_bytes == pytest.approx(size, rel=0.15)
     tried_out(found, "")
-    told = f"a checkpoint takes {found.checkpoint_bytes / 1e9:.3g} GB on disk"
-    assert told in capsys.readouterr().out
+    said = f"a checkpoint takes {found.checkpoint_bytes / 1e9:.3g} GB on disk"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -167,10 +167,10 @@ def test_what_fits_in_the_end_is_measured_whole(relu_llama, text_file, monkeypat
         return compute_loss(trainer, model, inputs, *rest, **kwargs)
 
     monkeypatch.setattr(SparseTrainer, "compute_loss", short_of_memory)
-    told = []
-    found = dry_run(relu_llama, small(text_file, batch_size=8, micro_batch_size=8), told.append)
+    notes = []
+    found = dry_run(relu_llama, small(text_file, batch_size=8, micro_batch_size=8), notes.append)
     assert found.changes == {"micro_batch_size": 2}
-    assert told == ["out of memory as asked", "out of memory with --micro-batch-size 4"]
+    assert notes == ["out of memory as asked", "out of memory with --micro-batch-size 4"]
     assert sizes == [8, 4] + [2] * 2 * module.STEPS
 
 

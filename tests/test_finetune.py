@@ -108,8 +108,8 @@ def test_two_processes_speak_with_one_voice(processes, relu_llama, text_file, tm
     out, short = tmp_path / "out", SMALL | {"max_steps": 3}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in short.items()]
     words = ["finetune", relu_llama, out, f"--data={text_file}", *flags, "--lora-rank=2"]
-    told = processes("command", 2, *map(str, words))
-    codes, stdout, stderr = ([each[i] for each in told] for i in range(3))
+    ends = processes("command", 2, *map(str, words))
+    codes, stdout, stderr = ([each[i] for each in ends] for i in range(3))
     assert codes == [0, 0], stderr
     assert "".join(stdout).count("next: twellctl profile") == 1
     assert "step 3/3" in stderr[0]
@@ -121,9 +121,9 @@ def test_two_processes_fail_together(processes, relu_llama, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("one two three")
     words = ["finetune", relu_llama, tmp_path / "out", f"--data={text}", "--seq-len=32"]
-    told = processes("command", 2, *map(str, words))
-    assert [code for code, *_ in told] == [1, 1]
-    said = [line for *_, err in told for line in err.splitlines() if line.startswith("error: ")]
+    ends = processes("command", 2, *map(str, words))
+    assert [code for code, *_ in ends] == [1, 1]
+    said = [line for *_, err in ends for line in err.splitlines() if line.startswith("error: ")]
     assert said
     assert all("fewer than one batch" in line for line in said), said
     assert sorted(tmp_path.iterdir()) == [text]

@@ -1,4 +1,4 @@
-"""finetune told nonsense: one line, and nothing left behind."""
+"""finetune with settings that make no sense: one line, and no file is left."""
 
 import json
 import re

@@ -167,11 +167,11 @@ def test_ctrl_c_under_torchrun_saves_a_checkpoint(started, relu_llama, text_file
     settings = SMALL | {"max_steps": 3000, "eval_steps": 0, "eval_fraction": 0.0}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     words = ["finetune", str(relu_llama), str(out), "--teacher=none", f"--data={text_file}", *flags]
-    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        told["MASTER_PORT"] = str(free.getsockname()[1])
-    both = [started(*words, **told | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+        launched["MASTER_PORT"] = str(free.getsockname()[1])
+    both = [started(*words, **launched | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
     for line in both[0].stderr:
         assert "Warning" not in line
         if re.match(r"step 5/", line):
@@ -191,9 +191,9 @@ def test_ctrl_c_under_torchrun_saves_a_checkpoint(started, relu_llama, text_file
 
 def test_a_repeated_signal_is_one_wish_only_in_several_processes():
     for world_size in (1, 2):
-        told = []
+        notes = []
         trainer = SimpleNamespace(args=SimpleNamespace(world_size=world_size))
-        callback = SparsityCallback(trainer, partial(told.append, "stopping"))
+        callback = SparsityCallback(trainer, partial(notes.append, "stopping"))
         callback._ask(signal.SIGINT, None)
         if world_size == 1:
             with pytest.raises(KeyboardInterrupt):
@@ -201,7 +201,7 @@ def test_a_repeated_signal_is_one_wish_only_in_several_processes():
         else:
             callback._ask(signal.SIGINT, None)
         assert callback.asked_to_stop
-        assert told == ["stopping"]
+        assert notes == ["stopping"]
 
 
 class CtrlC(RunScreen):

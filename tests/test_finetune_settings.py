@@ -281,8 +281,8 @@ def test_another_teacher_than_the_source_is_noted(
     progress.note = said.append
     finetune(relu_llama, tmp_path / "out", recipe, progress=progress)
     noted = f"beware: the teacher {other} is not the model that {relu_llama} was made from"
-    told = [line[: len(noted)] for line in said if line.startswith("beware")]
-    assert told == [noted] * (teacher == "other")
+    warnings = [line[: len(noted)] for line in said if line.startswith("beware")]
+    assert warnings == [noted] * (teacher == "other")
 
 
 def test_a_teacher_is_known_by_its_id_and_family(relu_llama, silu_llama):

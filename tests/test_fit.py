@@ -87,9 +87,9 @@ def test_stock_transformers_computes_what_was_measured(fitted, text_file, family
     with torch.no_grad(), quiet_transformers():
         model(**prompt)
     own = torch.stack([fired.flatten(0, -2)[-1, :96] for fired in fires]).float().mean()
-    told = generate(out, "x = [1, 2]\n", max_tokens=1, chat=False)
-    list(told)
-    assert told.figures.density == pytest.approx(float(own), rel=1e-4)  # of its own neurons, too
+    answer = generate(out, "x = [1, 2]\n", max_tokens=1, chat=False)
+    list(answer)
+    assert answer.figures.density == pytest.approx(float(own), rel=1e-4)  # of its own neurons, too
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -191,14 +191,14 @@ def test_two_runs_and_one_that_was_killed_give_the_same_bits(
 
     said = []
 
-    def told(*how_far):
+    def stop_at_the_second(*how_far):
         said.append(how_far)
         if len(said) == 2:
             raise Killed
 
     how = QUICK | {"data": (str(text_file),), "steps": 5, "step_tokens": 64}  # as flags come
     with pytest.raises(Killed):
-        convert(source, tmp_path / "out", told=told, **how)
+        convert(source, tmp_path / "out", told=stop_at_the_second, **how)
     (*first, left), (done, *_) = said
     assert (first, done) == ([0, 2, 0.0], 1)  # on a CPU with a guess before the first layer
     assert 0 < left < 60
@@ -226,9 +226,9 @@ def test_two_processes_fit_as_one_does(started, fitted, text_file, tmp_path):
     words += [f"--{name.replace('_', '-')}={value}" for name, value in QUICK.items()]
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        told = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-    told |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    both = [started(*words, **told | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+        launched = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+    launched |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    both = [started(*words, **launched | {"RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
     assert [process.wait() for process in both] == [0, 0], both[0].stderr.read()
     assert "KL to the source" in both[0].stdout.read()
     assert both[1].stdout.read() == both[1].stderr.read() == ""

@@ -124,10 +124,10 @@ def test_an_answer_without_a_word_is_reported(cli, relu_llama, stock, tokenizer,
 
 def test_a_prompt_from_stdin(cli, relu_llama, monkeypatch):
     words = ("--no-chat", "--max-tokens", "8")
-    _, told, _ = cli("generate", relu_llama, "héllo\nthere", *words)
+    _, out, _ = cli("generate", relu_llama, "héllo\nthere", *words)
     typed = io.TextIOWrapper(io.BytesIO("héllo\nthere\n".encode()))
     monkeypatch.setattr(sys, "stdin", typed)
-    assert cli("generate", relu_llama, "-", *words)[1] == told
+    assert cli("generate", relu_llama, "-", *words)[1] == out
 
 
 def test_an_export_is_continued_as_its_model(relu_llama, text_file, tmp_path):
@@ -209,8 +209,8 @@ def test_ctrl_c_ends_cleanly(started, relu_llama):
     assert first
     assert out.endswith("\n")
     *before, figures, last = err.splitlines()
-    told = "loading ", "beware: "  # the first on a slow machine only
-    assert all(line.startswith(told) for line in before)
+    allowed = "loading ", "beware: "  # the first on a slow machine only
+    assert all(line.startswith(allowed) for line in before)
     assert re.match(r"\d+ \+ \d+ tokens?, the first after", figures)
     assert last == "error: interrupted"
 
@@ -276,8 +276,8 @@ def test_an_answer_that_is_stopped_stays_in_the_chat(loaded):
     chat = Chat(loaded, max_tokens=30, temperature=2.0, seed=1)
     whole = [piece for piece in chat.ask("Why?")]
     chat.begin()
-    told = iter([False, False, True])
-    assert list(chat.ask("Why?", lambda: next(told))) == whole[:2]
+    stops = iter([False, False, True])
+    assert list(chat.ask("Why?", lambda: next(stops))) == whole[:2]
     assert chat.messages[-1] == {"role": "assistant", "content": "".join(whole[:2])}
     assert chat.figures.tokens < 30
     before = chat.messages

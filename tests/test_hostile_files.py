@@ -175,10 +175,10 @@ def test_recipes(tmp_path, text, said):
 def test_rows(relu_llama, tmp_path, refusal, line, said):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "fine", "score": NaN}\n' + line + b"\n")
-    told = refusal("profile", relu_llama, "--data", path, "--seq-len", "8")
-    assert f"{path}:2" in told
-    assert said in told
-    assert len(told) < 1000
+    refused = refusal("profile", relu_llama, "--data", path, "--seq-len", "8")
+    assert f"{path}:2" in refused
+    assert said in refused
+    assert len(refused) < 1000
 
 
 def test_a_file_of_many_other_columns_is_refused_with_the_first_of_them(relu_llama, tmp_path, cli):

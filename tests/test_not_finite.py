@@ -108,12 +108,12 @@ def test_a_row_without_numbers_has_no_token():
     logits = torch.zeros(3, 8)
     logits[0, 5], logits[1, 3], logits[2, 6] = 1.0, float("nan"), float("inf")
     fields = torch.zeros(9, 3, dtype=torch.int32)
-    told = torch.zeros(3, record.width, dtype=torch.int32)
+    records = torch.zeros(3, record.width, dtype=torch.int32)
     end = StepEnd(record, None, 3, torch.device("cpu"))
-    end(logits, torch.zeros(1, 3, dtype=torch.int32), fields, told, Variant(logprobs=True))
-    assert told[:, 0].tolist() == [5, NO_TOKEN, 6]
+    end(logits, torch.zeros(1, 3, dtype=torch.int32), fields, records, Variant(logprobs=True))
+    assert records[:, 0].tolist() == [5, NO_TOKEN, 6]
     assert (fields[0] >= 0).all()  # what the next step reads, if there is one
-    rows, with_logprobs = told.numpy(), Sampling(1, top_logprobs=1)
+    rows, with_logprobs = records.numpy(), Sampling(1, top_logprobs=1)
     assert [record.token(row, Sampling(1)) is None for row in rows] == [False, True, False]
     assert [record.token(row, with_logprobs) is None for row in rows] == [False, True, True]
 

@@ -50,34 +50,34 @@ def test_every_plan_is_sound(name):
     device = DEVICES[name]
     seen = 0
     for plan, M, size in plans(device):
-        told = f"{plan} of {M} tokens"
-        assert 1 <= size <= M, told
+        where = f"{plan} of {M} tokens"
+        assert 1 <= size <= M, where
         # up: tiles cover the tokens, ranges the slabs
-        assert plan.tile_tokens % 8 == 0, told
-        assert plan.tile_tokens <= 1024, told
-        assert (plan.num_tiles - 1) * plan.tile_tokens < plan.M, told
-        assert plan.num_tiles * plan.tile_tokens >= plan.M, told
+        assert plan.tile_tokens % 8 == 0, where
+        assert plan.tile_tokens <= 1024, where
+        assert (plan.num_tiles - 1) * plan.tile_tokens < plan.M, where
+        assert plan.num_tiles * plan.tile_tokens >= plan.M, where
         slabs = ceil_div(plan.K, 64)
-        assert (plan.num_ranges - 1) * plan.slabs_per_range < slabs, told
-        assert slabs <= plan.num_ranges * plan.slabs_per_range, told
-        assert 1 <= plan.neuron_ranges <= plan.num_neuron_groups, told
-        assert plan.up_smem + 4096 <= device.smem_bytes, told
+        assert (plan.num_ranges - 1) * plan.slabs_per_range < slabs, where
+        assert slabs <= plan.num_ranges * plan.slabs_per_range, where
+        assert 1 <= plan.neuron_ranges <= plan.num_neuron_groups, where
+        assert plan.up_smem + 4096 <= device.smem_bytes, where
         # plan
         P = plan.num_panels
-        assert plan.plan_cluster_smem <= device.smem_bytes, told
+        assert plan.plan_cluster_smem <= device.smem_bytes, where
         # down: panels cover the neurons, shares the groups
-        assert plan.panel_rows % 8 == 0, told
-        assert plan.panel_rows <= planning.MAX_PANEL_ROWS, told
-        assert (P - 1) * plan.panel_rows < plan.N <= P * plan.panel_rows, told
-        assert plan.down_smem + 1024 <= device.smem_bytes, told
-        assert 1 <= plan.down_splits <= max(1, plan.num_groups), told
-        assert plan.cap % 8 == 0, told
-        assert plan.most == plan.cap, told
+        assert plan.panel_rows % 8 == 0, where
+        assert plan.panel_rows <= planning.MAX_PANEL_ROWS, where
+        assert (P - 1) * plan.panel_rows < plan.N <= P * plan.panel_rows, where
+        assert plan.down_smem + 1024 <= device.smem_bytes, where
+        assert 1 <= plan.down_splits <= max(1, plan.num_groups), where
+        assert plan.cap % 8 == 0, where
+        assert plan.most == plan.cap, where
         # buffers
-        assert plan.num_pairs < 2**31, told
-        assert 4 * plan.num_ranges * plan.num_pairs <= 2 << 30, told
+        assert plan.num_pairs < 2**31, where
+        assert 4 * plan.num_ranges * plan.num_pairs <= 2 << 30, where
         pairs = 8 * min(plan.cap, plan.panel_rows)  # of a group: all have rounds
-        assert plan.group_rounds >= ceil_div(pairs, 16), told
+        assert plan.group_rounds >= ceil_div(pairs, 16), where
         seen += 1
     assert seen > 300
 

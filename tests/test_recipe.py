@@ -192,7 +192,7 @@ def test_what_ships():
     assert (paper.l1, paper.l1_schedule, paper.teacher) == (2e-5, "constant", "none")
 
 
-# ---- settings as flags: what is told of them, and what is refused
+# ---- settings as flags: their help, and what is refused
 
 
 @dataclass(frozen=True)

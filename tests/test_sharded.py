@@ -128,9 +128,9 @@ def test_resumed_on_more_or_fewer_processes(processes, sources, alone, text_file
         return processes("run", count, str(sources[True]), str(out), changes, {"small": 500} | how)
 
     out = tmp_path / "out"
-    told = go_on(2, interrupt_at=2)
-    assert told[0].startswith("interrupted at step 2 of 6")
-    assert told[0] == told[1]
+    said = go_on(2, interrupt_at=2)
+    assert said[0].startswith("interrupted at step 2 of 6")
+    assert said[0] == said[1]
     if shard == "always":
         other = tmp_path / "other"
         shutil.copytree(run_folder(out), run_folder(other))
@@ -158,8 +158,8 @@ def test_what_fails_keeps_the_last_checkpoint(
     processes, sources, alone, text_file, tmp_path, how, said, kept
 ):
     out, changes = tmp_path / "out", settings(text_file, save_steps=2, micro_batch_size=3)
-    told = processes("run", 2, str(sources[False]), str(out), changes, how)[0]
-    assert said in told
+    line = processes("run", 2, str(sources[False]), str(out), changes, how)[0]
+    assert said in line
     assert not out.exists()
     found = last_checkpoint(run_folder(out))
     assert found.name in {f"checkpoint-{step}" for step in kept} if kept else found is None
@@ -174,10 +174,10 @@ def test_a_checkpoint_that_was_not_sharded(processes, sources, text_file, tmp_pa
     with pytest.raises(Interrupted):
         finetune(sources[False], out, small(text_file, **SHORT), progress=InterruptAt(1))
     words = str(sources[False]), str(out), settings(text_file), {"resume": True}
-    told = processes("run", 2, *words)
-    assert told[0] == told[1]
+    lines = processes("run", 2, *words)
+    assert lines[0] == lines[1]
     said = "checkpoint-1 is of a run that was not sharded: --resume it with --shard never"
-    assert said in told[0]
+    assert said in lines[0]
 
 
 def test_each_reads_its_rows(processes, make_model):
@@ -212,15 +212,15 @@ def test_a_dry_run_refuses_processes_with_other_settings_or_text(
         ({"micro_batch_size": 2}, "another micro-batch-size than the first: start all with"),
         ({"text_file": str(longer)}, "another text than the first"),
     ):
-        for told in processes("dry", 2, str(sources[False]), changes, other):
-            assert said in told
+        for line in processes("dry", 2, str(sources[False]), changes, other):
+            assert said in line
 
 
 @pytest.mark.parametrize("what", [{"recipe": 3}, {"text": None}, {"more": 1}, {}])
 def test_processes_that_see_something_else(processes, what):
-    told = processes("same", 3, what)
+    lines = processes("same", 3, what)
     said = f"process 2 has another {next(iter(what), '')} than the first: give all the same"
-    assert told == [said if what else None] * 3
+    assert lines == [said if what else None] * 3
 
 
 def test_a_checkpoint_ends_where_one_process_writes_longer(processes, tmp_path):
@@ -230,7 +230,7 @@ def test_a_checkpoint_ends_where_one_process_writes_longer(processes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("settings", "said"),
     [
         ({}, "fsdp_version 1: say 2, or start with torchrun"),
         ({"FSDP_VERSION": "2", "FSDP_FORWARD_PREFETCH": "true"}, "fsdp_forward_prefetch true"),
@@ -242,8 +242,8 @@ def test_a_checkpoint_ends_where_one_process_writes_longer(processes, tmp_path):
         ),
     ],
 )
-def test_an_accelerate_config_that_cannot_work(monkeypatch, told, said):
-    for name, value in ({"ACCELERATE_USE_FSDP": "true"} | told).items():
+def test_an_accelerate_config_that_cannot_work(monkeypatch, settings, said):
+    for name, value in ({"ACCELERATE_USE_FSDP": "true"} | settings).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(TwellError, match=said):
         as_launched(Recipe())

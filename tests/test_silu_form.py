@@ -146,7 +146,7 @@ def test_neurons_that_always_fire_are_exact(relu_llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "said"),
     [
         ({"activation": "gelu"}, "must have activation relu, got 'gelu'"),
         ({"sharpness": [256]}, "must hold 2 sharpness, one a layer"),
@@ -158,11 +158,11 @@ def test_neurons_that_always_fire_are_exact(relu_llama, tmp_path):
         ({"hidden_act": "relu"}, "sharpness is not that of its hidden_act 'relu' or of"),
     ],
 )
-def test_forms_that_are_not_sound_are_refused(exported, changes, told):
+def test_forms_that_are_not_sound_are_refused(exported, changes, said):
     with json_in(exported / "config.json") as config:
         config["hidden_act"] = changes.pop("hidden_act", "silu")
         config["twell"] |= changes
-    with pytest.raises(TwellError, match=told):
+    with pytest.raises(TwellError, match=said):
         open_checkpoint(exported)
 
 

@@ -66,7 +66,7 @@ def test_the_order():
 
 @pytest.mark.parametrize("slots", [16, 64])
 def test_both_passes_stay_within_their_memory(slots, monkeypatch):
-    """What is alive at most beside x, grad_y and the weights, results included."""
+    """What is alive at most in addition to x, grad_y and the weights, results included."""
     M, K, N = 16384, 2048, 5632
     x = torch.empty(M, K, dtype=torch.bfloat16)
     grad_y = torch.empty_like(x)

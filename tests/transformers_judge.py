@@ -30,7 +30,7 @@ def assert_as_transformers(folder: Path, rows: list[dict], *, noise: float = 0.0
     """
     wanted = _logprobs(folder, rows, torch.float32)
     theirs = (_logprobs(folder, rows, torch.bfloat16) - wanted).abs()
-    ours = (torch.tensor([told for row in rows for told in row["logprobs"]]) - wanted).abs()
+    ours = (torch.tensor([logprob for row in rows for logprob in row["logprobs"]]) - wanted).abs()
     print(
         f"{len(ours)} tokens: mean {ours.mean():.5f} for {theirs.mean():.5f}, "
         f"most {ours.max():.4f} for {theirs.max():.4f}"
@@ -47,6 +47,6 @@ def _logprobs(folder: Path, rows: list[dict], dtype: torch.dtype) -> Tensor:
     found = []
     for row in rows:
         tokens = torch.tensor([row["tokens"]])
-        told = model(tokens[:, :-1]).logits.float().log_softmax(-1)
-        found.append(told.gather(-1, tokens[:, 1:, None]).flatten()[-len(row["logprobs"]) :])
+        log_p = model(tokens[:, :-1]).logits.float().log_softmax(-1)
+        found.append(log_p.gather(-1, tokens[:, 1:, None]).flatten()[-len(row["logprobs"]) :])
     return torch.cat(found)

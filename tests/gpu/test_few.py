@@ -115,15 +115,15 @@ def real(M: int, K: int, N: int, level: float, biases: bool = False) -> Problem:
     return Problem(x, FFN(*weights, *rest))
 
 
-def equal(found: Tensor, wanted: Tensor, told: object) -> None:
+def equal(found: Tensor, wanted: Tensor, where: object) -> None:
     """The same numbers; where one is NaN, so is the other."""
-    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), told
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), where
     odd = found.isnan() != wanted.isnan()
-    assert not odd.any(), f"{told}: NaN differs at (token, column) {odd.nonzero()[:5].tolist()}"
+    assert not odd.any(), f"{where}: NaN differs at (token, column) {odd.nonzero()[:5].tolist()}"
     found, wanted = found.double().nan_to_num(nan=0), wanted.double().nan_to_num(nan=0)
     differ = (found != wanted).nonzero()
     assert not len(differ), (
-        f"{told}: {len(differ)} differ, (token, column) {differ[:5].tolist()}: "
+        f"{where}: {len(differ)} differ, (token, column) {differ[:5].tolist()}: "
         f"{found[tuple(differ[0])]} instead of {wanted[tuple(differ[0])]}"
     )
 
@@ -143,12 +143,12 @@ def check(problem: Problem, kernels: KernelSet) -> None:
     limits, M, ffn = device_limits(0), problem.x.shape[0], problem.ffn
     here, first = (kernels, limits, problem.x, ffn), torch.arange(M, device=DEVICE).int()
     for name, form in forms_for(M, ffn.N, ffn.K).items():
-        counts, told = first.clone(), f"{name}, {problem}"
+        counts, where = first.clone(), f"{name}, {problem}"
         y = form(*here, residual=problem.residual, counts=counts)
-        equal(y, problem.y, told)
-        equal((counts - first)[None], problem.fired.sum(-1).int()[None], told)
+        equal(y, problem.y, where)
+        equal((counts - first)[None], problem.fired.sum(-1).int()[None], where)
         again = form(*here, residual=problem.residual)
-        assert torch.equal(again.view(torch.int16), y.view(torch.int16)), told
+        assert torch.equal(again.view(torch.int16), y.view(torch.int16)), where
     if takes_few_dense(M, limits, "bf16"):
         counts = first.clone()
         hidden = few_gated(*here, counts=counts)

@@ -28,7 +28,7 @@ def run_down(
     rows: Tensor | None = None,
     count: int | None = None,
 ) -> Tensor:
-    """y `[M, K]`, over NaN; all rows unless `count` of `rows` are told."""
+    """y `[M, K]`, over NaN; all rows, or the first `count` of `rows`."""
     (M, N), K = hidden.shape, w_down.shape[1]
     rows = torch.arange(M, dtype=torch.int32, device="cuda") if rows is None else rows
     count = rows.new_tensor([M if count is None else count])

@@ -365,9 +365,9 @@ def test_logprobs_and_densities_of_tokens():
     def ids(rows: list[list]) -> list[list[int]]:
         return [[token.id for token in tokens] for tokens in rows]
 
-    plain, told = run(0), run(0, top_logprobs=3, densities=True)
-    assert ids(told) == ids(plain)
-    for token in (token for tokens in told for token in tokens[1:]):
+    plain, detailed = run(0), run(0, top_logprobs=3, densities=True)
+    assert ids(detailed) == ids(plain)
+    for token in (token for tokens in detailed for token in tokens[1:]):
         assert token.top[0] == (token.id, token.logprob)
         assert len(token.densities) == 3
         assert all(0.1 < share < 0.9 for share in token.densities)

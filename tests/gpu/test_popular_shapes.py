@@ -150,18 +150,18 @@ def test_the_operator(popular, monkeypatch):
 # ---- the engine ----
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["not told", "told"])
+@pytest.mark.parametrize("profiled", [False, True], ids=["not profiled", "profiled"])
 @torch.inference_mode()
-def test_the_engine(popular, told, monkeypatch):
+def test_the_engine(popular, profiled, monkeypatch):
     """Steps of several numbers of rows behind a prompt, against transformers in float64."""
     monkeypatch.setenv("TWELL_ROUTE", "twell")
     model, shape = popular.model, popular.shape
     assert KernelDecoder.why_not(model) is None
     ids, usual, wanted = popular.logits
-    densities = {"densities": [popular.density] * 2} if told else {}
+    densities = {"densities": [popular.density] * 2} if profiled else {}
     model.config.twell = {"tile": 256, "slots": [64, 64], **densities}
     for ffn in gated_ffns(model):  # which may be over TwELL already
-        ffn.twell_density = popular.density if told else None
+        ffn.twell_density = popular.density if profiled else None
     decoder, tables = prefilled(model, ids[:, :PROMPT])
     for B in (rows for rows in ROWS if rows <= decoder.max_rows):
         for step in range(STEPS):

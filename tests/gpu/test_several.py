@@ -120,12 +120,12 @@ def _run_until_saved(run: Path, *words: object) -> int:
                 assert time.monotonic() < end
                 time.sleep(0.01)
             os.kill(_process(launcher.pid, rank=1), signal.SIGKILL)
-            _, told = launcher.communicate(timeout=120)
+            _, err = launcher.communicate(timeout=120)
         finally:
             launcher.terminate()  # which ends its processes
     saved = last_checkpoint(run).name
     assert launcher.returncode == 1
-    assert f"--resume continues from {saved}" in told
+    assert f"--resume continues from {saved}" in err
     return int(saved.split("-")[1])
 
 

@@ -61,18 +61,18 @@ def test_what_torch_would_choose(kernels, B, V, is_cut):
 def test_records_go_by_turns(kernels):
     record, fields = Record(NEURONS, 1000), rows_of(3)
     end = StepEnd(record, kernels, 70, torch.device(DEVICE))
-    told = torch.zeros(2, 70, record.width, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+    records = torch.zeros(2, 70, record.width, dtype=torch.int32, pin_memory=DEVICE == "cuda")
     fired = torch.ones(len(NEURONS), 3, dtype=torch.int32, device=DEVICE)
     assert end.tells_host(Variant(True, True))
     for best in (7, 8, 9):
         logits = torch.full((3, 1000), -50.0, device=DEVICE)
         logits[:, best] = 50.0
-        end(logits, fired, fields, told[:, :3], Variant())
+        end(logits, fired, fields, records[:, :3], Variant())
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    assert told[:, :3, 0].tolist() == [[9] * 3, [8] * 3]
-    assert (told[:, :3, record.fired] == 1).all()
-    assert not told[:, 3:].any()
+    assert records[:, :3, 0].tolist() == [[9] * 3, [8] * 3]
+    assert (records[:, :3, record.fired] == 1).all()
+    assert not records[:, 3:].any()
 
 
 def test_of_several_the_first_and_nan_before_all(kernels):

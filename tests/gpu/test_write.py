@@ -18,12 +18,12 @@ WIDE |= {"dtype": "bfloat16", "initializer_range": 0.06}
 @pytest.mark.parametrize("changes", [{}, WIDE], ids=["float32", "bfloat16"])
 def test_hundreds_of_texts_are_written_at_once(make_model, tmp_path, changes):
     model, out = make_model("llama", **changes), tmp_path / "own.jsonl"
-    told, asked = [], tmp_path / "asked.jsonl"
+    notes, asked = [], tmp_path / "asked.jsonl"
     prompts = [f"What is {i} times {i + 7}?" for i in range(400)]
     asked.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
     how = {"prompts": asked, "tokens": 100_000, "max_tokens": 40, "batch_size": 256}
-    done = write(model, out, **how, doing=told.append)
-    assert any("flash attention takes bf16" in said for said in told) == (not changes)
+    done = write(model, out, **how, doing=notes.append)
+    assert any("flash attention takes bf16" in said for said in notes) == (not changes)
     with out.open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     assert done.texts == len(rows) > 256

@@ -23,31 +23,31 @@ LINE = re.compile(
 
 @pytest.fixture
 def logged(tokenizer):
-    """`with logged(engine) as (client, told)`: what is asked, the status and the tokens."""
+    """`with logged(engine) as (client, log)`: what is asked, the status and the tokens."""
 
     @contextlib.contextmanager
     def logged(engine=None):
         lines, served = [], ServedModel("model", tokenizer, engine or Scripted([5, 6, 0]))
 
-        def told(count):
+        def log(count):
             assert eventually(lambda: len(lines) >= count), lines
             assert len(lines) == count
             return [LINE.fullmatch(line).groups() for line in lines]
 
         with running(served, log=lines.append) as client:
-            yield client, told
+            yield client, log
 
     return logged
 
 
 def test_a_line_a_request_with_its_tokens(logged, tokenizer):
-    with logged() as (client, told):
+    with logged() as (client, log):
         answer = complete(client, prompt="x = 1", n=2)
         list(chat(client, stream=True))
         get(client, "/")
         get(client, "/health")
         usage = answer.usage
-        whole, streamed, page, health = told(4)
+        whole, streamed, page, health = log(4)
     assert usage.completion_tokens == 6
     assert whole == ("POST /v1/completions 200", f"{usage.prompt_tokens}+6 tokens")
     assert streamed[0] == "POST /v1/chat/completions 200"
@@ -58,7 +58,7 @@ def test_a_line_a_request_with_its_tokens(logged, tokenizer):
 def test_what_fails_is_logged_as_what_it_is(logged, tokenizer):
     engine = Scripted(tokenizer.encode("print"), EngineError("lost"))
     count = len(engine.tokens)
-    with logged(engine) as (client, told):
+    with logged(engine) as (client, log):
         got = []
         with pytest.raises(openai.APIError, match="lost"):
             got.extend(c.choices[0].text for c in complete(client, prompt=[5, 6], stream=True))
@@ -66,7 +66,7 @@ def test_what_fails_is_logged_as_what_it_is(logged, tokenizer):
         with pytest.raises(openai.BadRequestError):
             complete(client, max_tokens=-1)
         get(client, "/nothing")
-        assert told(3) == [
+        assert log(3) == [
             ("POST /v1/completions 500", f"2+{count} tokens"),
             ("POST /v1/completions 400", "-"),
             ("GET /nothing 404", "-"),
@@ -74,10 +74,10 @@ def test_what_fails_is_logged_as_what_it_is(logged, tokenizer):
 
 
 def test_a_client_that_leaves_is_499_with_the_tokens_so_far(logged):
-    with logged(Scripted([5] * 200, delay=0.05)) as (client, told):
+    with logged(Scripted([5] * 200, delay=0.05)) as (client, log):
         with pytest.raises(openai.APITimeoutError):
             complete(client.with_options(timeout=0.3), prompt=[5], max_tokens=200)
-        ((asked, tokens),) = told(1)
+        ((asked, tokens),) = log(1)
     assert asked == "POST /v1/completions 499"
     assert 1 <= int(tokens.removeprefix("1+").removesuffix(" tokens")) < 200
 

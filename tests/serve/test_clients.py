@@ -108,9 +108,13 @@ def test_messages_of_tools_reach_the_template(scripted, tokenizer, monkeypatch):
         chat(client, messages=messages)
         extra = {"chat_template_kwargs": {"enable_thinking": False}}
         chat(client, messages=MESSAGES, extra_body=extra)
-    (told, how), (_, other) = seen
-    assert told[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
-    assert (told[2]["role"], told[2]["tool_call_id"], told[3]["name"]) == ("tool", "c1", "Ann")
+    (messages, how), (_, other) = seen
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert (messages[2]["role"], messages[2]["tool_call_id"], messages[3]["name"]) == (
+        "tool",
+        "c1",
+        "Ann",
+    )
     assert (how["enable_thinking"], how["date"]) == (True, "today")
     assert (other["enable_thinking"], other["date"]) == (False, "today")
 
@@ -206,9 +210,9 @@ def test_responses_are_chats(client, given):
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
     assert events[-1].response.output_text == wanted
-    told = client.responses.create(**how | {"instructions": "Be brief."})
+    answer = client.responses.create(**how | {"instructions": "Be brief."})
     system = [{"role": "system", "content": "Be brief."}, *MESSAGES]
-    assert told.output_text == chat(client, messages=system).choices[0].message.content
+    assert answer.output_text == chat(client, messages=system).choices[0].message.content
 
 
 def test_a_response_that_ends_by_itself_is_complete(tokenizer):

@@ -70,13 +70,13 @@ def test_a_schema_that_is_none_is_refused(client, schema):
 
 @pytest.mark.parametrize("version", [None, "1.7.6"])
 def test_without_the_library_or_with_an_old_one_it_is_refused(client, monkeypatch, version):
-    def told(name: str) -> str:
+    def installed(name: str) -> str:
         assert name == "llguidance"
         if version is None:
             raise importlib.metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(importlib.metadata, "version", told)
+    monkeypatch.setattr(importlib.metadata, "version", installed)
     with pytest.raises(openai.BadRequestError, match=r"response_format .* 'llguidance>=1\.9'"):
         chat(client, response_format=FORM)
 

@@ -20,9 +20,9 @@ from serving_client import (
     eventually,
     get,
     post,
+    printed_at_start,
     running,
     serving,
-    told_at_start,
 )
 
 from twellctl.decoding.engine import OutOfMemory, QueueFull
@@ -260,7 +260,7 @@ def test_stopping_waits_no_longer_than_drain_allows(tokenizer):
 def test_a_public_command_drains_then_hurries(started, relu_llama):
     words = "serve-local", relu_llama, "--port=0", "--host=0.0.0.0", "--no-access-log"
     process = started(*words, TWELL_API_KEY="geheim")
-    url = told_at_start(process)["API"].replace("0.0.0.0", "127.0.0.1")
+    url = printed_at_start(process)["API"].replace("0.0.0.0", "127.0.0.1")
     options = {"base_url": url, "max_retries": 0, "timeout": 40}
     with (
         openai.OpenAI(api_key="wrong", **options) as stranger,

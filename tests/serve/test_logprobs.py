@@ -67,24 +67,26 @@ def test_parts_of_a_character_are_returned_as_bytes(spoken, tokenizer):
 
 def test_completion_returns_every_token(spoken):
     engine, client = spoken
-    told = complete(client, max_tokens=100, logprobs=2).choices[0].logprobs
+    found = complete(client, max_tokens=100, logprobs=2).choices[0].logprobs
     assert engine.samplings[-1].top_logprobs == 2
-    assert told.token_logprobs == [engine.logprob(token) for token in engine.tokens]
-    assert [len(best) for best in told.top_logprobs] == [2] * len(engine.tokens)
-    for name, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+    assert found.token_logprobs == [engine.logprob(token) for token in engine.tokens]
+    assert [len(best) for best in found.top_logprobs] == [2] * len(engine.tokens)
+    for name, logprob, top in zip(
+        found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+    ):
         assert top[name] == logprob
-    for name, offset in zip(told.tokens, told.text_offset, strict=True):
+    for name, offset in zip(found.tokens, found.text_offset, strict=True):
         if not name.startswith("bytes:"):
             assert (TEXT + END)[offset : offset + len(name)] == name
-    assert told.text_offset[0] == 0
-    assert sorted(told.text_offset) == told.text_offset
+    assert found.text_offset[0] == 0
+    assert sorted(found.text_offset) == found.text_offset
 
 
 def test_logprobs_0_returns_the_chosen_token_alone(spoken):
     _, client = spoken
-    told = complete(client, max_tokens=100, logprobs=0).choices[0].logprobs
-    pairs = zip(told.tokens, told.token_logprobs, strict=True)
-    assert told.top_logprobs == [{name: logprob} for name, logprob in pairs]
+    found = complete(client, max_tokens=100, logprobs=0).choices[0].logprobs
+    pairs = zip(found.tokens, found.token_logprobs, strict=True)
+    assert found.top_logprobs == [{name: logprob} for name, logprob in pairs]
 
 
 @pytest.mark.parametrize("stop", [None, "日本", "in [é"])
@@ -110,16 +112,16 @@ def test_streamed_completion_returns_the_same(spoken, stop):
     options = {"max_tokens": 100, "logprobs": 3, "stop": stop}
     whole = complete(client, **options).choices[0]
     text = ""
-    told = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    found = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for chunk in complete(client, stream=True, **options):
         text += chunk.choices[0].text
         if chunk.choices[0].logprobs:
             for name, values in chunk.choices[0].logprobs.model_dump().items():
-                told[name] += values
-        assert all(offset <= len(text) for offset in told["text_offset"])
+                found[name] += values
+        assert all(offset <= len(text) for offset in found["text_offset"])
     assert text == whole.text == (TEXT if stop is None else TEXT[: TEXT.index(stop)])
-    assert told == whole.logprobs.model_dump()
-    assert told["text_offset"][-1] == len(text)  # the end token, or the last of the stop string
+    assert found == whole.logprobs.model_dump()
+    assert found["text_offset"][-1] == len(text)  # the end token, or the last of the stop string
 
 
 LISTS = {  # what ends the answer, what was asked for: how many of its tokens the text lacks
@@ -143,8 +145,8 @@ def test_lists_are_as_long_as_the_usage(spoken, options, unseen, n):
     assert {len(choice.logprobs.tokens) for choice in plain.choices} == {len(lists[0])}
     assert plain.usage.completion_tokens == answer.usage.completion_tokens
     text, offsets = plain.choices[0].text, plain.choices[0].logprobs.text_offset
-    found = sum(offset >= len(text) for offset in offsets)
-    assert found == unseen if unseen is not None else found > 0
+    lacking = sum(offset >= len(text) for offset in offsets)
+    assert lacking == unseen if unseen is not None else lacking > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -173,8 +175,8 @@ def test_no_logprobs_or_densities_without_a_request(spoken):
 def test_a_budget_that_cuts_a_character_returns_its_part(tokenizer):
     tokens = [*tokenizer.encode("x"), tokenizer.encode("é")[0]]
     with serving(tokenizer, Scripted(tokens)) as client:
-        told = complete(client, max_tokens=2, logprobs=0).choices[0]
-        assert (told.text, told.logprobs.tokens) == ("x", ["x", "bytes:\\xc3"])
+        found = complete(client, max_tokens=2, logprobs=0).choices[0]
+        assert (found.text, found.logprobs.tokens) == ("x", ["x", "bytes:\\xc3"])
         choices = [c.choices[0] for c in chat(client, max_tokens=2, logprobs=True, stream=True)]
         content = [entry for c in choices if c.logprobs for entry in c.logprobs.content]
         assert [entry.token for entry in content] == ["x", "\\xc3"]
@@ -183,14 +185,14 @@ def test_a_budget_that_cuts_a_character_returns_its_part(tokenizer):
 def test_no_chance_is_a_number(tokenizer):
     engine = Certain(tokenizer.encode("print"))
     with serving(tokenizer, engine) as client:
-        told = complete(client, logprobs=1).choices[0].logprobs
-        assert set(told.token_logprobs) == {-9999.0}
+        found = complete(client, logprobs=1).choices[0].logprobs
+        assert set(found.token_logprobs) == {-9999.0}
         assert whole_chat(client)[0].logprob == -9999.0
 
 
 def test_every_choice_has_its_own(tokenizer):
     class Two(Scripted):
-        def told(self, place, token, sampling):
+        def described(self, place, token, sampling):
             shifted = token + (sampling.seed or 0)
             return Token(shifted, -float(sampling.seed or 0), densities=(0.5,) * 2)
 
@@ -215,7 +217,7 @@ def test_every_choice_has_its_own(tokenizer):
 def test_densities_of_every_token_are_streamed(spoken):
     engine, client = spoken
     for ask in (chat, complete):
-        told, text = [], ""
+        found, text = [], ""
         options = {"max_tokens": 100, "extra_body": {"twell_densities": True}}
         for chunk in ask(client, stream=True, **options):
             choice = chunk.choices[0]
@@ -223,10 +225,10 @@ def test_densities_of_every_token_are_streamed(spoken):
             densities = chunk.model_extra.get("twell", {}).get("densities", [])
             assert bool(piece) == bool(densities)
             text += piece
-            told += densities
+            found += densities
         assert text == TEXT
         count = len(engine.tokens) - 1
-        assert told == [[round(d, 6) for d in engine.densities(place)] for place in range(count)]
+        assert found == [[round(d, 6) for d in engine.densities(place)] for place in range(count)]
 
 
 def test_byte_level_tokens_make_up_the_text(tokenizer):
@@ -274,17 +276,17 @@ def test_an_echoed_prompt_is_scored(client, relu_llama, tokenizer, max_tokens):
     assert answer.usage.completion_tokens <= 2 * max_tokens
     model = load_model(open_checkpoint(relu_llama))
     for prompt, choice in zip((first, second), answer.choices, strict=True):
-        told = choice.logprobs
+        found = choice.logprobs
         assert choice.text.startswith(tokenizer.decode(prompt, skip_special_tokens=True))
-        assert "".join(told.tokens[: len(prompt)]) == tokenizer.decode(prompt)
-        assert told.token_logprobs[0] is None
-        assert told.top_logprobs[0] is None
+        assert "".join(found.tokens[: len(prompt)]) == tokenizer.decode(prompt)
+        assert found.token_logprobs[0] is None
+        assert found.top_logprobs[0] is None
         with torch.no_grad():
             logprobs = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
         expected = logprobs[:-1].gather(-1, torch.tensor(prompt[1:], dtype=int)[:, None])[:, 0]
-        mine = told.token_logprobs[1 : len(prompt)]
+        mine = found.token_logprobs[1 : len(prompt)]
         assert mine == pytest.approx(expected.tolist(), abs=1e-4)
-        best = [max(top.values()) for top in told.top_logprobs[1 : len(prompt)]]
+        best = [max(top.values()) for top in found.top_logprobs[1 : len(prompt)]]
         assert best == pytest.approx(logprobs[:-1].max(-1).values.tolist(), abs=1e-4)
     (one,) = complete(client, prompt=first, **options).choices
     streamed = complete(client, prompt=first, stream=True, **options)

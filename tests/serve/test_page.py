@@ -28,8 +28,8 @@ class Flickering(Scripted):
 def seen(monkeypatch) -> list:
     """The messages of each chat that is asked for."""
     write, made = plan.chat_text, []
-    told = lambda t, m, **how: made.append(m) or write(t, m, **how)  # noqa: E731
-    monkeypatch.setattr(plan, "chat_text", told)
+    seeing = lambda t, m, **how: made.append(m) or write(t, m, **how)  # noqa: E731
+    monkeypatch.setattr(plan, "chat_text", seeing)
     return made
 
 
@@ -46,7 +46,7 @@ def test_it_chats_and_streams_and_shows_what_fired(open_page, tokenizer):
             texts.append(page.answer())
             bars.append(page.bars())
             time.sleep(0.05)
-        told = page.done()
+        figures = page.done()
         assert page.answer() == TEXT
         assert all(TEXT.startswith(text) for text in texts)
         assert len({text for text in texts if 0 < len(text) < len(TEXT)}) > 3
@@ -55,9 +55,9 @@ def test_it_chats_and_streams_and_shows_what_fired(open_page, tokenizer):
         assert {len(heights) for heights in seen} == {5}
         assert all(list(heights) == sorted(heights) for heights in seen)  # later layers fire more
         count = len(engine.tokens)
-        assert told.startswith(f"{count} tokens · ")
+        assert figures.startswith(f"{count} tokens · ")
         share = 100 * sum(sum(engine.densities(i)) for i in range(count - 1)) / (count - 1) / 5
-        assert f"{share:.2f} % of the neurons fired" in told
+        assert f"{share:.2f} % of the neurons fired" in figures
         page.until(lambda: page["which"].text.startswith(f"token {count - 1} of {count - 1}"))
         assert page.complaints() == []
 
@@ -74,9 +74,9 @@ def test_the_conversation_goes_on_and_begins_anew(open_page, tokenizer, seen):
         page["fresh"].click()
         assert page.all(".message") == []
         page.ask("Three?")
-    told = [[(message["role"], message["content"]) for message in messages] for messages in seen]
+    chats = [[(message["role"], message["content"]) for message in messages] for messages in seen]
     system, one, yes = ("system", "Be brief."), ("user", "One?"), ("assistant", "Yes.")
-    assert told == [
+    assert chats == [
         [system, one],
         [system, one, yes, ("user", "Two?")],
         [system, ("user", "Three?")],
@@ -125,10 +125,10 @@ def test_a_chat_outlives_a_reload_and_can_be_cleared(open_page, tokenizer, seen)
         page["open"].click()
         page["temperature"].clear()
         page["temperature"].send_keys("0")
-        told = page.ask("One?")
+        figures = page.ask("One?")
         bars = page.until(page.bars)
         page.driver.refresh()
-        assert page.done() == told
+        assert page.done() == figures
         assert [part.text for part in page.all(".text")] == ["One?", "**Yes.**"]
         page.until(lambda: page.bars() == bars)
         assert page["temperature"].get_attribute("value") == "0"
@@ -270,8 +270,8 @@ def test_a_wrong_key_is_reported_and_a_right_one_helps(open_page, tokenizer):
     with open_page(speaking(tokenizer), access=access, api_key="geheim") as page:
         page.until(lambda: "A key is needed" in page["error"].text)
         assert page.run("return document.activeElement.id") == "key"
-        told = page["key"].get_attribute("aria-describedby")
-        assert "TWELL_API_KEY" in page[told].text
+        described_by = page["key"].get_attribute("aria-describedby")
+        assert "TWELL_API_KEY" in page[described_by].text
         page["key"].send_keys("falsch" + Keys.TAB)
         page.until(lambda: "not this server's" in page["error"].text)
         page["key"].clear()

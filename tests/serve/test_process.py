@@ -20,11 +20,11 @@ from serving_client import (
     Scripted,
     chat,
     complete,
+    printed_at_start,
     running,
     serving,
     streamed_chat,
     streamed_completion,
-    told_at_start,
 )
 
 from twellctl.errors import TwellError, UsageError
@@ -145,9 +145,9 @@ def test_a_port_that_is_not_allowed_is_named(relu_llama, monkeypatch):
 
 def test_sigterm_ends_the_command_with_0(started, relu_llama):
     process = started("serve-local", relu_llama, "--port=0", "--drain=0")
-    told = told_at_start(process)
-    url = told["API"]
-    assert told == {
+    screen = printed_at_start(process)
+    url = screen["API"]
+    assert screen == {
         "page": url.removesuffix("v1"),
         "API": url,
         "model": "model",
@@ -233,7 +233,7 @@ def test_malformed_http_is_logged_in_one_line_that_quotes_nothing(client, caplog
 
 def test_a_late_ctrl_c_changes_nothing_of_an_end(started, relu_llama):
     process = started("serve-local", relu_llama, "--port=0")
-    told_at_start(process)
+    printed_at_start(process)
     process.send_signal(signal.SIGINT)
     time.sleep(0.1)  # it has ended its work, and takes longer to end itself
     process.send_signal(signal.SIGINT)
@@ -251,7 +251,7 @@ def test_a_template_without_an_end_does_not_keep_a_server_from_ending(
     folder = shutil.copytree(relu_llama, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(ENDLESS)
     process = started("serve-local", folder, "--port=0")
-    url = told_at_start(process)["API"]
+    url = printed_at_start(process)["API"]
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=0.2) as client:
         for _ in range(8):  # more than there were threads; each leaves
             with pytest.raises(openai.APITimeoutError):

@@ -118,7 +118,7 @@ def test_missing_parameter_is_named(client):
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "said"),
     [
         (b"{", "not valid JSON"),
         (b"", "not valid JSON"),
@@ -130,10 +130,10 @@ def test_missing_parameter_is_named(client):
         (b'{"model": "model", "prompt": "x", "a": ' + b"[" * 900 + b"]" * 900 + b"}", "unknown"),
     ],
 )
-def test_bad_body_is_refused(client, body, told):
+def test_bad_body_is_refused(client, body, said):
     status, answer = post(client, body)
     assert status == 400
-    assert told in answer["error"]["message"]
+    assert said in answer["error"]["message"]
     assert answer["error"].keys() == {"message", "type", "param", "code"}
 
 

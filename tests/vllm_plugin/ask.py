@@ -32,8 +32,8 @@ def answer(folder: str, prompts: list, new_tokens: int, calls: list, **settings)
     for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling):
         (written,) = output.outputs
         tokens = [*output.prompt_token_ids, *written.token_ids]
-        told = [*output.prompt_logprobs[1:], *written.logprobs]
-        found = [one[token].logprob for token, one in zip(tokens[1:], told, strict=True)]
+        likely = [*output.prompt_logprobs[1:], *written.logprobs]
+        found = [one[token].logprob for token, one in zip(tokens[1:], likely, strict=True)]
         rows.append({"tokens": tokens, "logprobs": found})
     return {"rows": rows, "calls": len(calls)}
 

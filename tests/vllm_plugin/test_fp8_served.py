@@ -21,11 +21,11 @@ def exports(make_export) -> dict[str, Path]:
     }
 
 
-def assert_told(log: str, how: str, ranks: int = 1, models: int = 1) -> None:
+def assert_logged(log: str, how: str, ranks: int = 1, models: int = 1) -> None:
     """Each rank said once of each model that its FFNs are those of the plugin, and `how`."""
-    told = re.findall(r"TwELL, rank (\d) of (\d): .*?: (.*)", log)
-    assert len(told) == ranks * models
-    for rank, of, line in told:
+    lines = re.findall(r"TwELL, rank (\d) of (\d): .*?: (.*)", log)
+    assert len(lines) == ranks * models
+    for rank, of, line in lines:
         assert int(rank) < int(of) == ranks
         assert line.startswith(f"{LAYERS} FFNs 128 x {320 // ranks} in FP8, of which")
         assert line.endswith(f"run {how}")
@@ -36,7 +36,7 @@ def test_eager(exports, ask_vllm, played):
     """Every family; on a GPU that is played too, where the kernels read what vLLM holds."""
     settings = {"enforce_eager": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     answers, log = ask_vllm(*exports.values(), prompts=PROMPTS, played=played, **settings)
-    assert_told(log, "over played kernels" if played else DENSELY, models=len(exports))
+    assert_logged(log, "over played kernels" if played else DENSELY, models=len(exports))
     for folder, answer in zip(exports.values(), answers, strict=True):
         assert answer["calls"] >= 8 * LAYERS
         assert answer["calls"] % LAYERS == 0
@@ -46,7 +46,7 @@ def test_eager(exports, ask_vllm, played):
 @pytest.mark.parametrize("played", [False, True])
 def test_compiled(exports, ask_vllm, played):
     (answer,), log = ask_vllm(exports["qwen2"], prompts=PROMPTS, played=played)
-    assert_told(log, "over played kernels" if played else DENSELY)
+    assert_logged(log, "over played kernels" if played else DENSELY)
     assert answer["calls"] >= 8 * LAYERS
     assert_as_transformers(exports["qwen2"], answer["rows"], noise=NOISE)
 
@@ -54,7 +54,7 @@ def test_compiled(exports, ask_vllm, played):
 def test_two_ranks(exports, ask_vllm):
     """Compiled, and of a model with biases: one rank alone may add that of down."""
     (answer,), log = ask_vllm(exports["llama"], prompts=PROMPTS, tensor_parallel_size=2)
-    assert_told(log, DENSELY, ranks=2)
+    assert_logged(log, DENSELY, ranks=2)
     assert_as_transformers(exports["llama"], answer["rows"], noise=NOISE)
 
 

@@ -36,10 +36,10 @@ def test_versions_that_are_known(version):
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "1.0.0", "dev"])
 def test_another_version_is_refused(version):
-    told = f"vLLM {version} is not one .* install vLLM 0.26 to 0.32, or .*--model-impl transformers"
+    said = f"vLLM {version} is not one .* install vLLM 0.26 to 0.32, or .*--model-impl transformers"
     with pytest.raises(TwellError, match=re.escape(version)) as error:
         check_version(version)
-    assert re.search(told, str(error.value))
+    assert re.search(said, str(error.value))
 
 
 def test_an_export_with_a_profile_is_served():
@@ -48,7 +48,7 @@ def test_an_export_with_a_profile_is_served():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "said"),
     [
         ({"densities": None}, "holds no profile, .* export it with --profile"),
         ({"slots": [8]}, 'in config.json "twell" must hold 2 slots, .*: export it again'),
@@ -68,8 +68,8 @@ def test_an_export_with_a_profile_is_served():
         ({"lora": True}, "do not support adapters: drop --enable-lora, or serve it densely"),
     ],
 )
-def test_what_is_not_served_is_named(changes, told):
-    with pytest.raises(TwellError, match=f"^some/model: .*{told}"):
+def test_what_is_not_served_is_named(changes, said):
+    with pytest.raises(TwellError, match=f"^some/model: .*{said}"):
         check(**changes)
 
 

@@ -101,13 +101,13 @@ def test_ways_are_said_by_numbers_of_tokens(chosen):
             (replace(one, K=128), 1): ("other", "other"),  # of another model
         }
     )
-    told = "over the kernels as measured: "
+    said = "over the kernels as measured: "
     assert settled() == (
         False,
-        f"{told}1-2 tokens pairs; 3-8 tokens dense, union; 9-128 tokens dense",
+        f"{said}1-2 tokens pairs; 3-8 tokens dense, union; 9-128 tokens dense",
     )
     eager = "1-1 tokens dense, union; 2-2 tokens union; 3-8 tokens dense, union; 9-128 tokens dense"
-    assert settled(graphs=False) == (False, told + eager)
+    assert settled(graphs=False) == (False, said + eager)
 
 
 @OF_BOTH
@@ -177,9 +177,9 @@ def test_ways_over_fp8_are_said_and_those_over_bf16_are_not(chosen):
     densely, _ = settled(dense=ENGINES)
     assert densely
     chosen(found | {(other, 8): ("vllm", "vllm")}, last="vllm")
-    told = "over the kernels as measured: 1-1 tokens union; 2-8 tokens union, vllm"
-    assert settled(dense=ENGINES) == (False, told)
-    more = f"{told}; 9-64 tokens vllm"  # where there is no other way, and nothing is measured
+    said = "over the kernels as measured: 1-1 tokens union; 2-8 tokens union, vllm"
+    assert settled(dense=ENGINES) == (False, said)
+    more = f"{said}; 9-64 tokens vllm"  # where there is no other way, and nothing is measured
     assert settled(dense=ENGINES, counts=(1, 8, 64)) == (False, more)
     assert settled()[0]
 

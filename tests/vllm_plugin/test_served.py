@@ -26,24 +26,24 @@ def exports(make_export) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def eager(exports, ask_vllm) -> tuple[dict, dict]:
-    """Answers and routes told, by family; 64 tokens at a time, so that long prompts are cut."""
+    """Answers and logged routes, by family; 64 tokens at a time, so that long prompts are cut."""
     settings = {"enforce_eager": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     answers, log = ask_vllm(*exports.values(), prompts=PROMPTS, **settings)
-    told = dict.fromkeys(exports, "")
-    for line in routes_told(log):
-        told[next(family for family, folder in exports.items() if str(folder) in line)] += line
-    return dict(zip(exports, answers, strict=True)), told
+    routes = dict.fromkeys(exports, "")
+    for line in logged_routes(log):
+        routes[next(family for family, folder in exports.items() if str(folder) in line)] += line
+    return dict(zip(exports, answers, strict=True)), routes
 
 
-def routes_told(log: str) -> list[str]:
+def logged_routes(log: str) -> list[str]:
     """What each rank said of its route, "rank 0 of 1: ..."."""
     return sorted(re.findall(r"TwELL, (rank \d of \d: .*)", log))
 
 
-def assert_over_twell(told: list[str], ranks: int = 1) -> None:
+def assert_over_twell(routes: list[str], ranks: int = 1) -> None:
     """Each rank said once that its FFNs are those of the plugin, and how they run."""
-    assert len(told) == ranks
-    for rank, line in enumerate(told):
+    assert len(routes) == ranks
+    for rank, line in enumerate(routes):
         assert line.startswith(f"rank {rank} of {ranks}: ")
         assert f"{LAYERS} FFNs 128 x {320 // ranks}, of which" in line
         assert line.endswith("densely, in plain PyTorch: the kernels need an NVIDIA GPU")
@@ -57,15 +57,15 @@ def assert_each_step_ran_over_twell(answer: dict) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager(exports, eager, family):
-    answers, told = eager
-    assert_over_twell([told[family]])
+    answers, routes = eager
+    assert_over_twell([routes[family]])
     assert_each_step_ran_over_twell(answers[family])
     assert_as_transformers(exports[family], answers[family]["rows"])
 
 
 def test_compiled(exports, ask_vllm):
     (answer,), log = ask_vllm(exports["qwen2"], prompts=PROMPTS)
-    assert_over_twell(routes_told(log))
+    assert_over_twell(logged_routes(log))
     assert_each_step_ran_over_twell(answer)
     assert_as_transformers(exports["qwen2"], answer["rows"])
 
@@ -73,7 +73,7 @@ def test_compiled(exports, ask_vllm):
 def test_two_ranks(exports, ask_vllm):
     """Compiled, and of a model with biases: one rank alone may add that of down."""
     (answer,), log = ask_vllm(exports["llama"], prompts=PROMPTS, tensor_parallel_size=2)
-    assert_over_twell(routes_told(log), ranks=2)
+    assert_over_twell(logged_routes(log), ranks=2)
     assert_as_transformers(exports["llama"], answer["rows"])
 
 
@@ -83,9 +83,9 @@ def test_the_transformers_backend_computes_the_same(exports, ask_vllm, trusted, 
     (answer,), log = ask_vllm(
         exports["llama"], prompts=PROMPTS, model_impl="transformers", **settings
     )
-    told = routes_told(log)
-    assert len(told) == ranks
-    assert all(DENSE in line and "it would run over TwELL" in line for line in told)
+    lines = logged_routes(log)
+    assert len(lines) == ranks
+    assert all(DENSE in line and "it would run over TwELL" in line for line in lines)
     assert answer["calls"] == 0
     assert_as_transformers(exports["llama"], answer["rows"])
 
@@ -94,7 +94,7 @@ def test_the_transformers_backend_computes_the_same(exports, ask_vllm, trusted, 
 def test_without_the_plugin_vllm_computes_the_same(exports, ask_vllm, family, impl):
     settings = {"model_impl": impl, "enforce_eager": True, "variables": {"VLLM_PLUGINS": ""}}
     (answer,), log = ask_vllm(exports[family], prompts=PROMPTS, **settings)
-    assert routes_told(log) == []
+    assert logged_routes(log) == []
     assert_as_transformers(exports[family], answer["rows"])
 
 
@@ -115,35 +115,35 @@ def test_ffns_of_another_make_are_refused():
 def test_a_family_without_a_class_says_that_it_runs_densely(make_export, ask_vllm):
     folder = make_export("smollm3")
     (answer,), log = ask_vllm(folder, prompts=PROMPTS, enforce_eager=True)
-    (told,) = routes_told(log)
-    assert DENSE in told
-    assert "the plugin has no class for SmolLM3ForCausalLM" in told
+    (line,) = logged_routes(log)
+    assert DENSE in line
+    assert "the plugin has no class for SmolLM3ForCausalLM" in line
     assert_as_transformers(folder, answer["rows"])
 
 
 def test_what_is_no_export_is_served_as_before(make_model, ask_vllm):
     sizes = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.08}
     model = make_model("llama", seed=5, dtype="bfloat16", **sizes)
-    told = [
+    answers = [
         ask_vllm(model, prompts=PROMPTS, enforce_eager=True, variables={"VLLM_PLUGINS": plugins})
         for plugins in ("twellctl", "")
     ]
-    (ours, log), (stock, _) = told
+    (ours, log), (stock, _) = answers
     assert ours == stock
-    assert routes_told(log) == []
+    assert logged_routes(log) == []
 
 
 @pytest.mark.parametrize(
-    ("changes", "settings", "told"),
+    ("changes", "settings", "said"),
     [
         ({"profiled": False}, {}, "config.json holds no profile"),
         ({}, {"enable_lora": True}, "exports do not support adapters: drop --enable-lora"),
     ],
 )
-def test_refused_in_one_line(make_export, ask_vllm, changes, settings, told):
+def test_refused_in_one_line(make_export, ask_vllm, changes, settings, said):
     folder = make_export("llama", **changes)
     _, log = ask_vllm(folder, prompts=PROMPTS, fails=True, enforce_eager=True, **settings)
-    (line,) = {line for line in re.findall(r"TwellError: (.*)", log) if told in line}
+    (line,) = {line for line in re.findall(r"TwellError: (.*)", log) if said in line}
     assert "--model-impl transformers" in line
 
 
@@ -156,5 +156,5 @@ def test_200_prompts_of_a_real_model(real_model, text_file, ask_vllm, tmp_path):
     for settings in ({"enforce_eager": True}, {}):
         (answer,), log = ask_vllm(tmp_path / "exported", prompts=prompts, new_tokens=4, **settings)
         assert answer["calls"] > 0
-        assert len(routes_told(log)) == 1
+        assert len(logged_routes(log)) == 1
         assert_as_transformers(tmp_path / "exported", answer["rows"])

@@ -68,9 +68,9 @@ def test_streams_side_by_side(make_export, vllm_environment, tmp_path):
         assert process.poll() is None, log.read_text()[-5000:]
         with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
             rows = list(pool.map(lambda prompt: stream(client, model.id, prompt), prompts))
-    (told,) = re.findall(r"TwELL, rank 0 of 1: (.*)", log.read_text())
-    assert "2 FFNs 128 x 320" in told
-    assert "plain PyTorch: the kernels need an NVIDIA GPU" in told
+    (line,) = re.findall(r"TwELL, rank 0 of 1: (.*)", log.read_text())
+    assert "2 FFNs 128 x 320" in line
+    assert "plain PyTorch: the kernels need an NVIDIA GPU" in line
     for row, prompt in zip(rows, prompts, strict=True):
         assert len(row["tokens"]) == len(prompt) + NEW_TOKENS
         assert len(row["logprobs"]) == NEW_TOKENS
