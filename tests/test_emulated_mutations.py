@@ -76,7 +76,7 @@ def screened(kernels: EmulatedKernels) -> None:
 def forward(kernels: EmulatedKernels) -> None:
     """`up` and `hidden` of several panels."""
     case = of_down.CASES[7]
-    of_down.test_up_gives_partial_products(kernels, *case, 1, 1, 2)
+    of_down.test_up_gives_partial_dot_products(kernels, *case, 1, 1, 2)
     of_down.test_hidden_fills_the_rounds(kernels, *case[:2], True, 3, (7, 3), 0)
 
 
