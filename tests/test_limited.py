@@ -1,6 +1,8 @@
 """Programs in limited processes: what does harm ends as failed, and nothing is left behind."""
 
 import os
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -92,6 +94,20 @@ def test_what_does_harm_ends_as_failed(nothing_left, program, said):
     assert found.why.startswith(said)
 
 
+def test_bytes_that_are_no_text_fail_their_program_alone(nothing_left):
+    write = (
+        "import os\nfor n in range(3, 64):\n    try: os.write(n, b'\\xff')\n    except OSError: 0"
+    )
+    assert not outcome(write).passed
+
+
+def test_calls_that_are_newer_than_the_list_are_not_there(nothing_left):
+    call = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    for number in (463, 466, 469, 500, 0x40000000 + 1):
+        call += f"assert libc.syscall({number}, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == 38\n"
+    assert outcome(call).passed
+
+
 def test_only_python_s_own_files_are_read(nothing_left):
     if not limited.guards().files:
         pytest.skip("no Landlock here: what a program reads is not limited")
@@ -166,3 +182,14 @@ def test_where_processes_cannot_be_limited_it_is_said(monkeypatch, tmp_path):
     assert found.why_not.startswith("a process cannot be limited here (seccomp: Invalid argument")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "no Linux" in limited.guards().why_not
+
+
+def test_a_lower_limit_that_is_set_already_is_kept():
+    assert within.at_most(64, resource.RLIM_INFINITY) == 64
+    assert within.at_most(64, 32) == 32
+    assert within.at_most(64, 128) == 64
+    limits = "ulimit -v 3000000; ulimit -n 32; ulimit -t 100"
+    tried = "from twellctl.evaluation.limited import guards; assert guards().why_not is None"
+    drop = ["setpriv", "--bounding-set=-sys_resource", "--inh-caps=-sys_resource"]
+    run = ["bash", "-c", f'{limits}; "$0" -c "$1"', sys.executable, tried]
+    subprocess.run([*(drop if shutil.which("setpriv") else []), *run], check=True)

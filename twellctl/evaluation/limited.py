@@ -1,4 +1,4 @@
-"""Programs that nobody has read, run one by one in processes that can do little. No torch.
+"""Programs that a model wrote, each run in a process that can do little. No torch.
 
 A program computes for some seconds, in some memory. It starts no other process, sends no signal,
 opens no socket and writes files in its own folder alone, which goes with it. `within.py` sets these
@@ -33,9 +33,9 @@ _WITHIN = Path(__file__).with_name("within.py")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether a program came to its end; if not, `why`: the last line that it said.
+    """Whether a program came to its end; if not, `why`: the last line that it wrote to stderr.
 
-    `guards`: "files" where what it could read was limited, "some" where it was not, None where no
+    `guards` is "files" if its reading of files was limited, "some" if it was not, and None if no
     program could be run.
     """
 
@@ -46,14 +46,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Guards:
-    """What holds a program here. `why_not`: why none is run; `files`: whether what it reads is."""
+    """The limits that this machine can set. `why_not`: why none is run; `files`: reading, too."""
 
     why_not: str | None
     files: bool = False
 
 
 def guards() -> Guards:
-    """What this machine has, by a program that does nothing."""
+    """The limits of this machine, tried on a program that does nothing."""
     if not sys.platform.startswith("linux"):
         return Guards(f"a process cannot be limited here (this is {platform.system()}, no Linux)")
     tried = run("")
@@ -65,7 +65,7 @@ def run_all(
     progress: Progress = lambda done, total: None,
     seconds: float = SECONDS,
 ) -> list[Outcome]:
-    """What became of each of `programs`, in order; as many run at once as there are cores."""
+    """Run each of `programs`, as many at once as there are cores; outcomes in order."""
     found: list[Outcome] = []
     pool = ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1))
     try:
@@ -78,7 +78,7 @@ def run_all(
 
 
 def run(program: str, seconds: float = SECONDS) -> Outcome:
-    """One program, in a folder of its own that is gone afterwards, as is its process."""
+    """Run one program in its own folder. Both the folder and the process are gone afterwards."""
     token = secrets.token_hex(8)  # by which a program is known that came to its end
     folder = Path(tempfile.mkdtemp(prefix="twellctl-run-"))
     reading, writing = os.pipe()
@@ -91,7 +91,7 @@ def run(program: str, seconds: float = SECONDS) -> Outcome:
         finally:
             process.kill()
             process.wait()
-        guarded, _, rest = os.read(reading, 100).decode().partition("\n")
+        guarded, _, rest = os.read(reading, 100).decode(errors="replace").partition("\n")
         passed = not ended and rest == token
         why = "" if passed else ended or _last_line(folder / "said") or "it ended by itself"
         return Outcome(passed, why, guarded or None)
@@ -130,7 +130,7 @@ def _pipe_with(text: str) -> Iterator[int]:
 
 
 def _watch(process: subprocess.Popen, folder: Path, seconds: float) -> str | None:
-    """Wait for its end; why it must be ended, if so."""
+    """Wait for its end. Returns why it must be ended, or None if it ended by itself."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,7 +142,7 @@ def _watch(process: subprocess.Popen, folder: Path, seconds: float) -> str | Non
 
 
 def _bytes_of(folder: Path) -> int:
-    """Of the files in it, each of which takes a page at least."""
+    """The size of the files in a folder; each takes a page at least."""
     total = 0
     with contextlib.suppress(OSError):  # one that is gone by now
         for entry in os.scandir(folder):

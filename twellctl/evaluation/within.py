@@ -25,6 +25,7 @@ EPERM, EAGAIN, EACCES, ENOSYS = 1, 11, 13, 38
 THREAD = 0x10000  # of clone's flags
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+FIRST_UNKNOWN = 463  # the first number of a call that is newer than this list, on both machines
 OF_ITSELF = {"prlimit64": (302, 261)}  # may be called with process 0, itself
 FOR_THREADS = {"clone": (56, 220)}
 TO_READ = {"openat": (257, 56)}  # asked only where Landlock is not there
@@ -101,7 +102,9 @@ def limit(folder: str, seconds: int, size: int, memory: int) -> bytes:
         raise OSError(f"its rules are written for {' and '.join(ARCHITECTURES)}, not {machine}")
     limits = {"AS": memory, "CPU": seconds + 1, "FSIZE": size, "NOFILE": 64, "CORE": 0}
     for name, most in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+        kind = getattr(resource, f"RLIMIT_{name}")
+        most = at_most(most, resource.getrlimit(kind)[1])
+        resource.setrlimit(kind, (most, most))
     sys.dont_write_bytecode = True
     checked(libc.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     checked(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
@@ -113,6 +116,11 @@ def limit(folder: str, seconds: int, size: int, memory: int) -> bytes:
     pointed = struct.pack("HxxxxxxQ", len(rules) // 8, ctypes.addressof(program))
     checked(libc.prctl(SECCOMP, FILTER, pointed, 0, 0), "seccomp")
     return b"files" if files else b"some"
+
+
+def at_most(wanted: int, hard: int) -> int:
+    """`wanted`, or a lower limit that is set already, which only root could raise."""
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
 
 
 def checked(result: int, what: str) -> int:
@@ -149,7 +157,8 @@ def keep_to(folder: str) -> bool:
 def filter_of(audit: int, column: int, files: bool) -> bytes:
     """Classic BPF that refuses system calls; without `files` also all that change a file."""
     made = [one(LOAD, 4), one(EQUAL, audit, 1, 0), one(RETURN, REFUSE | ENOSYS), one(LOAD, 0)]
-    made += [one(AT_LEAST, 0x40000000, 0, 1), one(RETURN, REFUSE | ENOSYS)]  # x32
+    # newer calls than those below, which may do anything, and x32
+    made += [one(AT_LEAST, FIRST_UNKNOWN, 0, 1), one(RETURN, REFUSE | ENOSYS)]
     refused = dict(REFUSED)
     if not files:
         refused[EACCES] = REFUSED[EACCES] | CHANGES
