@@ -41,6 +41,31 @@ def test_answers_are_those_of_one_at_a_time(silu_llama, tokenizer):
         answers(model, tokenizer, [[1] * 300])
 
 
+def test_room_is_a_matter_of_each_prompt(silu_llama, tokenizer):
+    model = load_model(open_checkpoint(silu_llama), dtype=torch.float32)
+    short, long, too_long = [5, 6, 7], [5] * 250, [5] * 256
+    found = answers(model, tokenizer, [too_long, short, long], 20)
+    assert [list(answer.tokens) for answer in found] == [
+        [],
+        greedy(model, short, 20),
+        greedy(model, long, 6),
+    ]
+    other = load_model(open_checkpoint(silu_llama), dtype=torch.float32)
+    score = agreement.score_answers(model, other, [too_long, short, long], found, found)
+    assert (score.answers, score.agree) == (2, 2)
+
+
+def test_prompts_without_room_are_left_out_and_counted(success, silu_llama, tmp_path):
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "Why?"}, {"prompt": "long " * 400}])
+    out, err = success("compare", silu_llama, silu_llama, "--prompts", file, "--max-tokens", 4)
+    assert "1 prompt left out: the model's context is too short" in "".join(err)
+    assert "the same to the end" in out.splitlines()[1]
+    rows = [{"prompt": "Why?", "answer": "x"}, {"prompt": "long " * 400, "answer": "x"}]
+    tasks = jsonl(tmp_path / "t.jsonl", rows)
+    _, err = success("eval", silu_llama, "--tasks", tasks)
+    assert "1 question without an answer: the model's context is too short" in "".join(err)
+
+
 def test_an_answer_that_loops_is_known():
     def repeats(*tokens, ended=False):
         return Answer(tokens, "", ended).repeats

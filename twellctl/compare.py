@@ -47,11 +47,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class Compared(Shown):
-    """The `names` of the two models, their answers, and how far the answers agree."""
+    """The `names` of the two models, their answers, and how far the answers agree.
+
+    `left_out` counts prompts that fill the models' context, so that there is no answer.
+    """
 
     names: tuple[str, str]
     pairs: tuple[Pair, ...]
     score: AnswerScore
+    left_out: int = 0
 
 
 def compare(
@@ -87,8 +91,9 @@ def compare(
         found.append(answers(model.model, model.tokenizer, encoded, how.max_tokens, progress))
     doing("comparing answers")
     score = score_answers(other.model, one.model, encoded, *found)
-    pairs = tuple(_pair(*row) for row in zip(texts, *found, strict=True))
-    return Compared((str(base), str(sparse)), pairs, score)
+    rows = list(zip(texts, *found, strict=True))
+    pairs = tuple(_pair(*row) for row in rows if row[1].tokens)
+    return Compared((str(base), str(sparse)), pairs, score, left_out=len(rows) - len(pairs))
 
 
 def _pair(prompt: str, one: Answer, other: Answer) -> Pair:

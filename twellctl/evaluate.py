@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError, UsageError, counted
 from twellctl.evaluation import limited
 from twellctl.evaluation.agreement import compare_answers, prompts_in, score_answers, spread
 from twellctl.evaluation.questions import (
@@ -72,6 +72,7 @@ def evaluate(
     subjects = _load(opened, device or default_device(), doing)
     scored = None if text is None else _score_text(subjects, text, doing, progress)
     wrote = [subject.write(in_own_words, doing, progress) for subject in subjects]
+    _note_unanswered(wrote[0], note)
     agreement = None
     if len(subjects) > 1:
         doing("comparing answers")
@@ -146,6 +147,12 @@ def _score_text(
     doing(f"reading {len(text.ids)} windows of {text.ids.shape[1]} tokens")
     reference = subjects[1].model if len(subjects) > 1 else None
     return score_text(subjects[0].checkpoint, subjects[0].model, reference, text, progress)
+
+
+def _note_unanswered(wrote: Wrote, note: Doing) -> None:
+    """Note questions whose prompt fills the context; they count as wrong."""
+    if num_long := sum(not answer.tokens for answer in wrote.answers):
+        note(f"{counted(num_long, 'question')} without an answer: the model's context is too short")
 
 
 def _task_results(marks_of_each: Sequence[Sequence[Marks]]) -> list[TaskResult]:

@@ -8,6 +8,7 @@ only keys and values. (scheduler.py is for those who wait for each token.)
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,17 +42,21 @@ def answers(
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Iterable[list[int]],
     *,
-    max_new_tokens: int = 512,
+    max_new_tokens: int | Iterable[int] = 512,
     rows: int = ROWS,
 ) -> Iterator[tuple[int, list[int]]]:
-    """(index of a prompt, the tokens behind it) as they end, the token that ended them included.
+    """(index of a prompt, the tokens after it) as they end, the token that ended them included.
 
-    Greedily. Raises `TwellError` for a model whose steps cannot be batched, a prompt that is empty
-    or too long, and out of memory.
+    Greedily. `max_new_tokens` may be given for each prompt. Raises `TwellError` for a model whose
+    steps cannot be batched, a prompt that is empty or too long, and out of memory.
     """
-    prompts, how = [list(prompt) for prompt in prompts], Sampling(max_new_tokens, temperature=0)
-    waiting = iter([Sequence(prompt, how, i) for i, prompt in enumerate(prompts)])
-    longest = max(map(len, prompts), default=0) + max_new_tokens
+    prompts = [list(prompt) for prompt in prompts]
+    most = repeat(max_new_tokens) if isinstance(max_new_tokens, int) else max_new_tokens
+    sequences = [
+        Sequence(prompt, Sampling(tokens, temperature=0), i)
+        for i, (prompt, tokens) in enumerate(zip(prompts, most, strict=False))
+    ]
+    waiting, longest = iter(sequences), max((s.most_tokens for s in sequences), default=0)
     ends = eos_tokens(model, [tokenizer.eos_token_id])
     rows = max(1, min(rows, len(prompts)))
     with contextlib.closing(Bulk(model, ends, rows=rows, longest=longest)) as bulk:

@@ -51,15 +51,13 @@ def score_answers(
 ) -> AnswerScore:
     """`theirs` are the reference's answers to `prompts`, which both read; `ours` the model's own.
 
-    `TwellError` for a model that computes NaN.
+    Prompts to which there is no answer are left out. `TwellError` for a model that computes NaN.
     """
-    heads = [HeadLoss(model), HeadLoss(reference)]
+    answered = [i for i, one in enumerate(theirs) if one.tokens]
+    prompts = [prompts[i] for i in answered]
+    theirs, ours = [theirs[i] for i in answered], [ours[i] for i in answered]
     read = [[*prompt, *one.tokens] for prompt, one in zip(prompts, theirs, strict=True)]
-    try:
-        columns = _columns(heads, read, [len(one.tokens) for one in theirs])
-    finally:
-        for head in heads:
-            head.remove()
+    columns = _read(model, reference, read, [len(one.tokens) for one in theirs])
     kl, same, sure, flipped = torch.cat(columns).T
     if not kl.isfinite().all():
         raise TwellError("KL on answers is not finite: the model or its reference is broken")
@@ -82,6 +80,21 @@ def score_answers(
         repeat=sum(answer.repeats for answer in ours),
         reference_repeat=sum(answer.repeats for answer in theirs),
     )
+
+
+def _read(
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    sequences: Sequence[list[int]],
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    """As `_columns`, by both models, whose heads are replaced meanwhile."""
+    heads = [HeadLoss(model), HeadLoss(reference)]
+    try:
+        return _columns(heads, sequences, sizes)
+    finally:
+        for head in heads:
+            head.remove()
 
 
 @torch.no_grad()
@@ -122,7 +135,7 @@ def _of_tokens(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _mean_of_parts(parts: Sequence[Tensor]) -> Mean:
-    """Over all tokens; its error over the answers, since tokens of one are alike."""
+    """The mean over all tokens. Its error is over answers, since tokens of one answer are alike."""
     total = sum(map(len, parts))
     mean = float(torch.cat(list(parts)).sum()) / total
     if len(parts) < 2:
@@ -153,9 +166,9 @@ def spread(found: Sequence[Any], count: int) -> list[Any]:
 
 
 def _marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:
-    """The tokens with which a chat begins up to its first question, and with which an answer does.
+    """The tokens before the first question of a chat, and those before an answer.
 
-    None where the template has neither.
+    None if the template has neither.
     """
     if tokenizer.chat_template is None:
         return None
@@ -180,7 +193,7 @@ def _chat_in(block: list[int], opening: list[int], answer: list[int]) -> list[in
 
 
 def _find(tokens: list[int], wanted: list[int], start: int) -> int | None:
-    """Where `wanted` stands in `tokens`, from `start` on."""
+    """The place of `wanted` in `tokens`, from `start` on; None if it is not there."""
     size = len(wanted)
     places = range(start, len(tokens) - size + 1)
     return next((i for i in places if tokens[i : i + size] == wanted), None)

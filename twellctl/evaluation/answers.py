@@ -26,14 +26,17 @@ _LOOP = 32  # tokens of a loop at least
 
 @dataclass(frozen=True)
 class Answer:
-    """The `tokens` after a prompt, with the one that ended them if they `ended`, and their text."""
+    """The `tokens` after a prompt, with the one that ended them if they `ended`, and their text.
+
+    There is no token if the prompt fills the model's context.
+    """
 
     tokens: tuple[int, ...]
     text: str
     ended: bool
 
     def agreeing(self, other: "Answer") -> int:
-        """How many tokens, from the first on, are those of the other one."""
+        """How many tokens, from the first on, are the same as those of the other answer."""
         pairs = zip(self.tokens, other.tokens, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -59,17 +62,21 @@ def answers(
 ) -> list[Answer]:
     """What `model` answers to each of `prompts`, in order; fewer tokens where its context ends.
 
-    `TwellError` for a prompt that leaves no room, and where memory runs out.
+    `TwellError` if no prompt leaves room for an answer, and where memory runs out.
     """
-    context = context_of(model.config.get_text_config().to_dict())
-    if context is not None:
-        max_tokens = min(max_tokens, _room(prompts, context))
+    most = _most_tokens(model, prompts, max_tokens)
+    asked = [place for place, tokens in enumerate(most) if tokens > 0]
     write = bulk.answers if HFDecoder.why_not(model) is None else _one_by_one
     found: list[list[int]] = [[] for _ in prompts]
-    made = write(model, tokenizer, prompts, max_new_tokens=max_tokens)
-    for done, (place, tokens) in enumerate(made, 1):
-        found[place] = tokens
-        progress(done, len(prompts))
+    made = write(
+        model,
+        tokenizer,
+        [prompts[place] for place in asked],
+        max_new_tokens=[most[place] for place in asked],
+    )
+    for done, (number, tokens) in enumerate(made, 1):
+        found[asked[number]] = tokens
+        progress(done, len(asked))
     if model.device.type == "cuda":  # so that the next model has that memory
         gc.collect()
         torch.cuda.empty_cache()
@@ -77,27 +84,32 @@ def answers(
     return [_answer(tokenizer, tokens, ends) for tokens in found]
 
 
-def _room(prompts: Sequence[list[int]], context: int) -> int:
-    """The tokens that the longest of `prompts` leaves for an answer."""
-    longest = max(map(len, prompts))
-    if longest >= context:
+def _most_tokens(
+    model: PreTrainedModel, prompts: Sequence[list[int]], max_tokens: int
+) -> list[int]:
+    """For each prompt `max_tokens`, or what it leaves of the context."""
+    context = context_of(model.config.get_text_config().to_dict())
+    if context is None:
+        return [max_tokens] * len(prompts)
+    shortest = min(map(len, prompts))
+    if shortest >= context:
         raise TwellError(
-            f"a prompt of {longest} tokens leaves no room for an answer: the model's context is "
+            f"a prompt of {shortest} tokens leaves no room for an answer: the model's context is "
             f"{context}; leave it out"
         )
-    return context - longest
+    return [max(0, min(max_tokens, context - len(prompt))) for prompt in prompts]
 
 
 def _one_by_one(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
-    max_new_tokens: int,
+    max_new_tokens: Sequence[int],
 ) -> Iterator[tuple[int, list[int]]]:
     """As `bulk.answers`, for a model whose steps cannot be batched."""
     scheduler = open_scheduler(model, [tokenizer.eos_token_id], max_running=1)
-    for place, prompt in enumerate(prompts):
-        made = scheduler.run([prompt], Sampling(max_new_tokens, temperature=0))
+    for place, (prompt, most) in enumerate(zip(prompts, max_new_tokens, strict=True)):
+        made = scheduler.run([prompt], Sampling(most, temperature=0))
         try:
             tokens = [token.id for events in made for _, token in events]
         except EngineError as error:

@@ -105,6 +105,8 @@ def of_own(score: Any) -> str:
 
 def compared(result: Any) -> None:
     """A `Compared`: of each prompt where two answers part, and how each goes on."""
+    if result.left_out:
+        ui.note(f"{counted(result.left_out, 'prompt')} left out: the model's context is too short")
     for number, pair in enumerate(result.pairs, 1):
         ui.say(f"{number}. {in_a_line(pair.prompt)}")
         if pair.agrees:
