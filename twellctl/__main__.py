@@ -1,4 +1,4 @@
-"""Where the command line begins: Ctrl-C is one line, from the first import on."""
+"""The entry of the command line. Ctrl-C ends it in one line, from the first import on."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from twellctl.cli import interrupts
 
 
 def main() -> None:
-    """`cli.main.main`, imported where Ctrl-C is heeded already."""
+    """Run `cli.main.main`, which is imported when Ctrl-C is handled already."""
     interrupts.heed()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a failure is one line, torch adds none
     try:

@@ -202,7 +202,7 @@ def _first_blocks(checkpoint: Checkpoint, recipe: Recipe, folder: Path) -> tuple
 
 
 def _in_less_memory(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Changes of the recipe, none first, each of less memory than the one before."""
+    """Changes of the recipe, each of which needs less memory than the one before; first none."""
     yield {}
     size = min(recipe.micro_batch_size, recipe.batch_size)
     while size > 1:  # a large model takes half a minute to load: about half as much each time
@@ -224,7 +224,7 @@ def _memory() -> str:
 
 
 def _peak_bytes() -> int:
-    """Most that was allocated on the GPU since the count began, or by this process ever."""
+    """The most that was allocated on the GPU since the count began, or by this process ever."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -299,7 +299,7 @@ def _measure(checkpoint: Checkpoint, recipe: Recipe, probe: Probe) -> Measured:
 
 
 def _checkpoint_bytes(trainer: SparseTrainer) -> int:
-    """Of the trained weights, with one state of Muon each, or two of AdamW."""
+    """The size of the trained weights, with one state of Muon each or two of AdamW."""
     return sum(
         weight.numel() * weight.element_size() * (2 if group["matrices"] else 3)
         for group in trainer.muon.param_groups
@@ -308,7 +308,7 @@ def _checkpoint_bytes(trainer: SparseTrainer) -> int:
 
 
 class _Clock(TrainerCallback):
-    """When steps ended, and how long their first parts took; it ends steps as a run does."""
+    """Records when steps ended and how long their first parts took; ends steps as a run does."""
 
     def __init__(self, trainer: SparseTrainer, doing: Callable[[str], None]):
         self.trainer, self.doing = trainer, doing
@@ -317,11 +317,11 @@ class _Clock(TrainerCallback):
         self._began = 0.0
 
     def step_seconds(self) -> float:
-        """Of a step with its one or two parts, the first step left out."""
+        """The median time of a step with its one or two parts, without the first step."""
         return statistics.median(b - a for a, b in itertools.pairwise(self.ends))
 
     def part_seconds(self) -> float:
-        """Of a part that is not the last, forward and backward; 0 where a step has one part."""
+        """The median time of a part before the last, forward and backward; 0 with one part."""
         return statistics.median(self.parts[1:] or [0.0])
 
     def on_step_begin(self, args, state, control, **kwargs):

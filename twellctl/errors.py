@@ -29,12 +29,12 @@ class UsageError(TwellError):
 
 
 def reason(error: BaseException) -> str:
-    """What another library's error says, on one line; its type where it says nothing."""
+    """The message of another library's error on one line; its type if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, where what follows is a trace; else its type."""
+    """The first line of an error's message, which a trace may follow; its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -62,7 +62,7 @@ def encodable(text: str, backslash: str = "\\") -> str:
 
 
 def bounded(text: str, longest: int = _LONGEST) -> str:
-    """`text`, its middle left out if it is long: the offender and the remedy stand at the ends."""
+    """`text`, without its middle if it is long: what is wrong and what to do are at its ends."""
     if len(text) <= longest:
         return text
     return f"{text[: longest // 2]} ... {text[-longest // 3 :]}"

@@ -69,8 +69,8 @@ def kind_of(field: Field) -> tuple[type, bool, bool]:
 def chosen(kind: type[Kind], values: dict[str, Any]) -> Kind:
     """The settings of a Python call. Paths may be `Path`s, and one may stand for a list of one.
 
-    `TypeError` names one that there is not, and those there are; `UsageError` one that is not what
-    it may be.
+    `TypeError` names a setting that does not exist, and all that do; `UsageError` one whose value
+    is not allowed.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in values:
@@ -93,7 +93,7 @@ def _plain(value: Any, field: Field) -> Any:
 
 
 def refuse_wrong(settings: Any) -> None:
-    """`UsageError` for the first of the fields of `settings` that is not what it may be."""
+    """`UsageError` for the first field of `settings` whose value is not allowed."""
     for field in dataclasses.fields(settings):
         value, many = getattr(settings, field.name), kind_of(field)[2]
         for one in value if many else (value,):

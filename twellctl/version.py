@@ -1,3 +1,3 @@
-"""The version of this package, on its own: whoever asks for it needs nothing else."""
+"""The version of this package, in a module that imports nothing."""
 
 __version__ = "0.1.0"

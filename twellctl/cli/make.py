@@ -9,6 +9,7 @@ import typer
 from twellctl.cli.command import Model, Out, Overwrite, Revision, be_quiet_unless_first
 from twellctl.cli.use import TemplateArguments
 from twellctl.fitting.settings import Fit
+from twellctl.models.schemes import SCHEMES
 from twellctl.screens import make as screen
 from twellctl.screens import ui
 from twellctl.training.recipe import Recipe
@@ -43,9 +44,9 @@ BenchFile = Annotated[
 Quantize = Annotated[
     str | None,
     typer.Option(
-        metavar="fp8",
-        help="Round the weights of all linear layers except the LM head to FP8 (e4m3), with "
-        "one scale per row.",
+        metavar="|".join(SCHEMES),
+        help="Round all linear layers except the LM head. "
+        + " ".join(f"{one.name}: {one.numbers}." for one in SCHEMES.values()),
     ),
 ]
 

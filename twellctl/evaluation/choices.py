@@ -36,10 +36,10 @@ def answer(
     task: Task[Question],
     progress: Progress = lambda done, total: None,
 ) -> Marks:
-    """Which questions of `task` the model answers rightly; `progress` receives choices.
+    """The questions of `task` that the model answers rightly; `progress` receives choices.
 
-    What is longer than `context` tokens loses its beginning, and is counted. `TwellError` for a
-    choice that alone is longer.
+    A question longer than `context` tokens loses its beginning, and is counted. `TwellError` for a
+    choice that is longer by itself.
     """
     asked = [
         continuation(tokenizer, question, choice, context)
@@ -74,7 +74,7 @@ def log_likelihoods(
     continuations: list[Continuation],
     progress: Progress = lambda done, total: None,
 ) -> list[float]:
-    """Of each one the sum of its scored tokens' log-probabilities, given those in front of them."""
+    """For each, the sum of the log-probabilities of its scored tokens."""
     head, sums, done = HeadLoss(model), [0.0] * len(continuations), 0
     try:
         for batch in batches([len(one.tokens) for one in continuations]):
@@ -95,9 +95,9 @@ def _is_right(likelihoods: list[float], question: Question) -> float:
 def continuation(
     tokenizer: PreTrainedTokenizerBase, question: Question, choice: str, context: int | None
 ) -> Continuation:
-    """Question and choice, with a space between them if there is none; it is the choice's.
+    """Question and choice, with a space between them if there is none, which is scored as well.
 
-    Without a `context` none is too long.
+    Without a `context`, nothing is cut.
     """
     stem = question.query.rstrip()
     gap = question.query[len(stem) :] or ("" if choice[0].isspace() else " ")

@@ -96,7 +96,7 @@ def tests_nothing(tests: str, entry_point: str) -> bool:
 
 
 def _reached(parts: Iterable[Part], names: frozenset[str]) -> frozenset[str]:
-    """`names`, and all that is read by what binds one of them, and so on."""
+    """`names`, with all names that the statements which bind them read, and so on."""
     parts = list(parts)
     while True:
         more = names.union(*(part.reads for part in parts if part.binds & names))
@@ -164,7 +164,7 @@ def _defines(parts: Iterable[Part], name: str, in_full: bool = False) -> bool:
 def _needed(
     others: list[Part], own: list[Part], name: str, tested: frozenset[str], given: frozenset[str]
 ) -> list[Part]:
-    """What `name` and the tests need: of other blocks, and then of the `own` one of `name`."""
+    """The statements that `name` and the tests need, those of its `own` block last."""
     if _defines(own, name, in_full=True):
         own = [part for part in own if not (name in part.binds and part.is_stub)]
     others = [part for part in others if part.binds and name not in part.binds]

@@ -37,7 +37,7 @@ class Wrote:
     def marks(
         self, tasks: Sequence[Task[InOwnWords]], doing: Doing, progress: Progress
     ) -> list[Marks]:
-        """Which answers are right, by task. Code that was written for tests is run."""
+        """The marks of the answers, by task. Code that was written for tests is run."""
         found, rest = [], iter(self.answers)
         for task in tasks:
             ours = [next(rest) for _ in task.questions]

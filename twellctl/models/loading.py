@@ -91,17 +91,17 @@ def load_model(
 
 
 def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The model on the meta device: what `load_model` would refuse is refused, no weight is read.
+    """The model on the meta device, without reading a weight.
 
-    That is a config.json that transformers makes nothing of, and weights that are not those of its
-    model, by name or shape.
+    `TwellError` for what `load_model` refuses: a config.json that transformers cannot use, and
+    weights whose names or shapes are not those of the model.
     """
     return _loaded(checkpoint, dtype="auto", device_map="meta")
 
 
 @contextlib.contextmanager
 def opened(checkpoint: Checkpoint) -> Iterator[Callable[..., Tensor]]:
-    """What reads a tensor of the plain ReLU model by its name, or some rows of it, on the CPU."""
+    """A function that reads a tensor of the plain ReLU model, or some of its rows, on the CPU."""
     form = form_factors(checkpoint)
     with contextlib.ExitStack() as files:
         shards = {
@@ -239,9 +239,9 @@ def without_weights(name: str, given: dict) -> tuple[dict, PreTrainedModel]:
 def without_values(
     checkpoint: Checkpoint, dtype: torch.dtype, activation: str | None = None
 ) -> PreTrainedModel:
-    """The model in eval mode, its weights on the meta device: `load_model` says what is refused.
+    """The model in eval mode, with its buffers, and its weights on the meta device.
 
-    Its buffers are there. What the weights hold is not looked at.
+    `TwellError` as in `load_model`, but the values of weights are not read.
     """
     config = skeleton(checkpoint).config
     if activation is not None:
@@ -255,8 +255,8 @@ def without_values(
 def without_mask(model: PreTrainedModel, seq_len: int) -> None:
     """Let `model` attend by SDPA's `is_causal` to whole blocks of up to `seq_len` tokens.
 
-    Else transformers reads the positions back from the GPU in each forward pass, to see whether a
-    mask is needed, and the host waits. Where a shorter window needs one all stays as it is.
+    Otherwise transformers reads the positions back from the GPU in each forward pass, to see
+    whether a mask is needed, and the host waits. A model whose window is shorter is not changed.
     """
     sizes = [getattr(model.config, n, None) for n in ("sliding_window", "attention_chunk_size")]
     window = min((size for size in sizes if size), default=seq_len)
@@ -267,7 +267,7 @@ def without_mask(model: PreTrainedModel, seq_len: int) -> None:
 
 
 def in_autocast_dtype(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-    """Embeddings are left out by autocast: with float32 ones all hidden states would be float32."""
+    """A hook: autocast skips embeddings, so float32 ones would make all hidden states float32."""
     device = output.device.type
     if not torch.is_autocast_enabled(device):
         return output
@@ -313,7 +313,7 @@ def load_tokenizer(
 
 
 def _require_reader(checkpoint: Checkpoint) -> None:
-    """`TwellError` if what reads its only kind of tokenizer file is not installed."""
+    """`TwellError` if the package that reads its tokenizer file is not installed."""
     names = {path.name for path in checkpoint.path.iterdir()}
     if names & {"tokenizer.json", "vocab.json"}:
         return
@@ -352,7 +352,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def as_stored(state: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """`state` in the source's dtypes, less what is another name of a tensor there (a tied head)."""
+    """`state` in the source's dtypes, without other names of its tensors (a tied head)."""
     dtype_of, stored = stored_dtypes(checkpoint), checkpoint.tensors
     there = {state[name].data_ptr() for name in stored if name in state}
     return {

@@ -43,7 +43,7 @@ def config_with_own_layers(checkpoint: Checkpoint, config: PretrainedConfig) -> 
 
 
 def kept_layers(model: PreTrainedModel) -> list[str]:
-    """Names of the linear layers that stay as they are: the LM head, and what is no plain one."""
+    """Names of the linear layers that stay as they are: the LM head, and all that are not plain."""
     head = model.get_output_embeddings()
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
     return [name for name, linear in linears if linear is head or type(linear) is not nn.Linear]

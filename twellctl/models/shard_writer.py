@@ -1,4 +1,4 @@
-"""Tensors go to safetensors files of 5 GB at most, one file in memory at a time."""
+"""Writes tensors into safetensors files of at most 5 GB, with one file in memory at a time."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,7 +38,7 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> tuple[s
 
 
 def _part_name(number: int) -> str:
-    """Of a file, as long as nobody knows how many there will be."""
+    """The name of a file while the number of files is not known."""
     return f"part-{number}.safetensors"
 
 

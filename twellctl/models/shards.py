@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder, without torch: which there are, which tensors lie where.
+"""The safetensors files of a model folder, and the tensors in each, read without torch.
 
 Only headers are read.
 """

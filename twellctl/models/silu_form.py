@@ -1,7 +1,7 @@
 """A ReLU model in SiLU form: which powers of two, and how they come into weights and out of them.
 
-What the form is stands in twell_config.py. `export` writes it; whoever else reads weights takes it
-out again, so that all of twellctl knows plain ReLU models only. Both are exact in bf16 and float32.
+twell_config.py describes the form. `export` writes it; all other code that reads weights takes it
+out, so that twellctl only works on plain ReLU models. Both are exact in bf16 and float32.
 """
 
 import re

@@ -1,7 +1,7 @@
 """What a sparse model's answers are worth, in words. No torch.
 
-Loss and KL say little by themselves. So runs were judged by tasks that were executed, and a curve
-through them tells what share of what the reference solves a model keeps, by its KL on answers.
+Loss and KL say little by themselves. So runs were judged by executed tasks. A curve through them
+predicts, from a model's KL on answers, the share that it keeps of what the reference solves.
 """
 
 import math
@@ -95,7 +95,7 @@ def judged(
 
 
 def verdict_of(evaluation: dict[str, Any], answers: dict[str, Any] | None) -> Verdict | None:
-    """Of the JSON of `eval`, whose tasks go first, and of an `AnswerScore`."""
+    """The verdict of `judged` on the JSON of `eval`, and on that of an `AnswerScore`."""
     tasks = [
         (task["right"], task["reference_right"])
         for task in evaluation.get("tasks") or []

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from twellctl.errors import TwellError, counted
+from twellctl.models.schemes import SCHEMES
 from twellctl.screens import ui
 from twellctl.screens.measure import of_own
 
@@ -185,11 +186,13 @@ def exported(result: Any) -> None:
     how = "from the profile" if result.profiled else "no profile given"
     ui.say(f"{result.out}: {result.class_name}, tile {result.tile}, slots {slots} ({how})")
     ui.say(f"ReLU written as SiLU of sharpness {result.sharpness}: engines that know SiLU run it")
-    if result.quantize == "fp8":
+    if result.quantize is not None:
+        scheme = SCHEMES[result.quantize]
         ui.say(
-            "its linear layers are FP8; from_pretrained(..., trust_remote_code=True) loads it, and"
+            f"its linear layers are {scheme.title}; from_pretrained(..., trust_remote_code=True) "
+            "loads it, and"
         )
-        ui.say("without it, transformers needs the package compressed-tensors")
+        ui.say(f"without it, transformers needs the package {scheme.package}")
     else:
         ui.say(
             "it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without"
