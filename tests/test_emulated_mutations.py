@@ -304,7 +304,7 @@ MORE = (
         step_e4m3,
         "decode/step_products.cuh",
         "assert",
-        ("x not taken back", "        if constexpr (BYTES == 1) sum *= x.back;\n"),
+        ("x not taken back", "        if constexpr (Kind::kInF16) sum *= x.back;\n"),
     ),
     of(
         walk,

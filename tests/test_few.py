@@ -198,7 +198,8 @@ def claims_of(file: str, limits: Limits, kind: str = "bf16") -> list[str]:
                         entries = entries_of(ENTRY_FILES[launch.name], limits.capability)
                         arguments = entries[launch.name]
                         assert arguments[1] == plan.octets or M <= 2
-                        given = ", ".join(str(int(value)) for value in arguments)
+                        struct, *numbers = arguments
+                        given = ", ".join([struct, *(str(int(number)) for number in numbers)])
                         if not launch.name.startswith("few_down"):
                             given = f"few::Sizes<{given}>"
                         claim = f"needed_bytes<{given}>({M}, {N}, {K}) == {launch.smem_bytes}"

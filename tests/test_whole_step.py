@@ -169,7 +169,7 @@ def test_the_table_of_layers(kind):
     scales = [layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down]
     scales = scales if kind == "e4m3" else []
     names = [*of_layer, "copy", "limits", "window", *(f"scales[{i}]" for i in range(len(scales)))]
-    struct = "ScaledLayer" if kind == "e4m3" else "LayerOf<unsigned short>"
+    struct = f"ScaledLayer<{KINDS[kind].struct}>"
     claims = [f"__builtin_offsetof({struct}, {name}) == {8 * i}" for i, name in enumerate(names)]
     claims.append(f"__builtin_offsetof({struct}, num_own) == {8 * names.index('window') + 4}")
     claims.append(f"sizeof({struct}) == {8 * len(row)}")

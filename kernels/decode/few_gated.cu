@@ -2,7 +2,7 @@
 // (tile/few_product.cuh): the dense form, both products in one kernel.
 //
 // Row blocks are those of gate and up by turns. Each of both is rounded to bf16, as in torch.
-// hidden is [M, N]; counts int32 [M], or null, and what _e4m3 means: as in few_hidden.
+// hidden is [M, N]; counts int32 [M], or null, and the scales: as in few_hidden.
 //
 // Launch: as few_linear; dynamic shared memory as there and 32 OCTETS bytes more.
 #include "spec.cuh"
@@ -19,7 +19,8 @@ namespace {
 // `num` neurons: 16 rows of gate, 16 of up, and so on. The weight of up lies `apart` behind gate's.
 template <class Weight>
 struct GatedRows {
-    const Weight* weight;
+    using Memory = typename Weight::Memory;
+    const Memory* weight;
     int num;
     long long apart;
 
@@ -27,7 +28,7 @@ struct GatedRows {
     __device__ __forceinline__ int num_blocks() const { return (num + 15) / 16 * 2; }
     __device__ __forceinline__ bool has(int i) const { return neuron(i) < num; }
 
-    __device__ __forceinline__ const void* row(const Weight* from, int i,
+    __device__ __forceinline__ const void* row(const Memory* from, int i,
                                                unsigned row_bytes) const {
         return offset_by(from + (i / 16 % 2 ? apart : 0), neuron(i), row_bytes);
     }
@@ -40,8 +41,8 @@ __device__ constexpr unsigned needed_bytes(int M, int, int K) {
 
 template <class SIZES>
 __device__ __forceinline__ void gated(const unsigned short* x,
-                                      const typename SIZES::Weight* w_gate,
-                                      const typename SIZES::Weight* w_up,
+                                      const typename SIZES::Weight::Memory* w_gate,
+                                      const typename SIZES::Weight::Memory* w_up,
                                       const unsigned short* b_gate, const unsigned short* b_up,
                                       int M, int N, int K, unsigned short* hidden, int* counts,
                                       const float* gate_scale, const float* up_scale) {
@@ -53,9 +54,10 @@ __device__ __forceinline__ void gated(const unsigned short* x,
     if (threadIdx.x < kTokens) fired[threadIdx.x] = 0;  // a barrier follows, in the product
     const few::Share share((N + few::kRows - 1) / few::kRows);
     const int first_row = share.begin * few::kRows;
-    using Rows = GatedRows<typename SIZES::Weight>;
-    const Rows rows = {w_gate + static_cast<long long>(first_row) * K,
-                            min(share.end * few::kRows, N) - first_row, w_up - w_gate};
+    using Weight = typename SIZES::Weight;
+    using Rows = GatedRows<Weight>;
+    const Rows rows = {Weight::at(w_gate, static_cast<long long>(first_row) * K),
+                       min(share.end * few::kRows, N) - first_row, w_up - w_gate};
     const unsigned address = opaque(smem_address(memory));
     few::Product<SIZES, Rows> product(address, address + SIZES::kBytes + 4 * kTokens, x, M,
                                             K, rows);
@@ -70,7 +72,7 @@ __device__ __forceinline__ void gated(const unsigned short* x,
             if (n >= N || token >= M) return;
             float gate = product.sum(2 * block, row, token);
             float up = product.sum(2 * block + 1, row, token);
-            if constexpr (SIZES::kIsE4m3) gate *= gate_scale[n], up *= up_scale[n];
+            gate = Weight::scaled(gate, gate_scale, n), up = Weight::scaled(up, up_scale, n);
             if (b_gate) gate += bf16_value(b_gate[n]);
             if (b_up) up += bf16_value(b_up[n]);
             const float h = keep_fired(rounded(gate));
@@ -85,13 +87,13 @@ __device__ __forceinline__ void gated(const unsigned short* x,
 
 }  // namespace
 
-#define TWELL_FEW_GATED(name, bytes, ...)                                                   \
+#define TWELL_FEW_GATED(name, Weight, ...)                                                  \
     extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                          \
-        name(const unsigned short* x, const few::Weight<bytes>* w_gate,                     \
-             const few::Weight<bytes>* w_up, const unsigned short* b_gate,                  \
+        name(const unsigned short* x, const Weight::Memory* w_gate,                         \
+             const Weight::Memory* w_up, const unsigned short* b_gate,                      \
              const unsigned short* b_up, int M, int N, int K, unsigned short* hidden,       \
              int* counts, const float* gate_scale, const float* up_scale) {                 \
-        gated<few::Sizes<bytes, __VA_ARGS__>>(x, w_gate, w_up, b_gate, b_up, M, N, K, hidden, \
+        gated<few::Sizes<Weight, __VA_ARGS__>>(x, w_gate, w_up, b_gate, b_up, M, N, K, hidden, \
                                               counts, gate_scale, up_scale);                \
     }
 

@@ -3,7 +3,7 @@
 //
 //   layers      Layer [num_layers]: a layer's weights by rows, its cache and window;
 //               biases and the norms of q and k may be null, windows are the same in all layers.
-//               Of the entries that end in _e4m3 ScaledLayer: weights are e4m3 with fp32 scales
+//               Of a kind of weights with scales (tile/weights.cuh) they come last, fp32
 //   tokens, positions   int32 [1]; tables: int32, position p lies in page tables[p / 64]
 //   embeddings  [., K]; last_norm [K]; head [V, K]; cos, sin [positions, DIM]; all bf16
 //   words       uint32, zero before the first launch; step_block.cuh says what lies where
@@ -39,11 +39,11 @@
 //   before x is there.
 // - Code is shared by the three products of a layer, and short.
 //
-// Weights in e4m3 take half the bytes, so a unit has twice the rows, or half the bytes. They become
-// f16 on their way to the tensor cores, by one instruction for two; x is f16 there, times a power
-// of two for each warp and product. The scales of rows come with the rows, those of the columns of
-// y are asked for when the gates are through. The head stays bf16: its units are as long, of fewer
-// rows.
+// Weights of 8 bits (tile/weights.cuh) take half the bytes, so a unit has twice the rows, or half the
+// bytes. e4m3 becomes f16 on its way to the tensor cores, by one instruction for two; x is f16 there,
+// times a power of two for each warp and product. The scales of rows come with the rows, those of the
+// columns of y are asked for when the gates are through. The head stays bf16: its units are as long,
+// of fewer rows.
 //
 // Rounding is as in the kernels for few tokens; sums have one order: the same bits each time.
 //
@@ -129,7 +129,7 @@ struct Step : Neurons {
 #pragma unroll 1
         for (int l = 0;; ++l, turned = turn(turned)) {
             const unsigned tag = (epoch + l + 1) & 0xffff;
-            if constexpr (kIsE4m3)
+            if constexpr (!kHeadIsAlike)
                 if (l == L) return multiply_head(norm, epoch, tag);
             keep_layer(l + 1);
             if (l < L && attends) fetch_cached<DIM>(layer(l));
@@ -150,9 +150,9 @@ struct Step : Neurons {
                 int num_units = screens ? 0 : share.num * kQuadUnits;
                 if (FORM != kDenseForm && phase == 2 && mapped().num > 0)
                     num_units += (1 + mapped().num) * kQuadUnits;
-                if constexpr (kIsE4m3)
+                if constexpr (Weight::kRowScales)
                     if (FORM == kSparseForm && phase == 2) fetch_up_scales(layer(l), share);
-                Taken<kWeightBytes> taken = {};  // or it would be kept from phase to phase
+                Taken<Weight> taken = {};  // or it would be kept from phase to phase
                 // the first units are taken before x is there
 #pragma unroll 1
                 for (int i = -kTake; i < num_units; i += kTake) {
@@ -166,7 +166,7 @@ struct Step : Neurons {
                         continue;
                     }
                     const int row = i * kUnitRows % kMostSums, num = min(kTake, num_units - i);
-                    store_sums<kWeightBytes>(parts, num, sums() + row * kWarps);
+                    store_sums<Weight>(parts, num, sums() + row * kWarps);
                     if (row + kTake * kUnitRows < kMostSums && i + kTake < num_units) continue;
                     if (phase == 2) break;
                     sync_consumers();
@@ -181,9 +181,9 @@ struct Step : Neurons {
                 }
                 if (phase == 0 && attends) attend_head<DIM>(layer(l), tag);
                 if (phase < 2) continue;
-                if (FORM == kSparseForm && kIsE4m3) wait_for_copies<0>();
+                if (FORM == kSparseForm && Weight::kRowScales) wait_for_copies<0>();
                 if (FORM != kDenseForm) sync_consumers();
-                if constexpr (kIsE4m3) fetch_column_scale(layer(l), own);
+                if constexpr (Weight::kRowScales) fetch_column_scale(layer(l), own);
                 if constexpr (FORM != kDenseForm)
                     // made anew: kept through the product it takes registers
                     ffn<FORM>(layer(l), Share(division(2), opaque(turned)), tag, args.counts + l);
@@ -197,21 +197,21 @@ struct Step : Neurons {
     // The head, whose weights are bf16, where the layers' are not.
     __device__ __forceinline__ void multiply_head(uint4 (&norm)[kEights], unsigned epoch,
                                                   unsigned tag) {
-        constexpr int kRows = Weights<2>::kRows, kRowsAtOnce = kTake * kRows;
+        constexpr int kRows = Units<Bf16>::kRows, kRowsAtOnce = kTake * kRows;
         const int L = args.num_layers;
         const Share share(division(3), block());
-        const int num_units = share.num * Weights<2>::kQuadUnits;
-        Columns<2> x;
+        const int num_units = share.num * Units<Bf16>::kQuadUnits;
+        Columns<Bf16> x;
         await_x(x, norm, L, 0, tag);
 #pragma unroll 1
         for (int i = 0; i < num_units; i += kTake) {
             const int row = i * kRows % kMostSums, num = min(kTake, num_units - i);
-            Taken<2> taken;
+            Taken<Bf16> taken;
             float parts[kTake];
             take(taken, num);
 #pragma unroll
             for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
-            store_sums<2>(parts, num, sums() + row * kWarps);
+            store_sums<Bf16>(parts, num, sums() + row * kWarps);
             if (row + kRowsAtOnce < kMostSums && i + kTake < num_units) continue;
             sync_consumers();
             if (thread() < row + num * kRows)
@@ -222,8 +222,8 @@ struct Step : Neurons {
     }
 
     // The phase's x, normalised but for o; and the weights of the next norm are asked for.
-    template <int BYTES>
-    __device__ __forceinline__ void await_x(Columns<BYTES>& x, uint4 (&norm)[kEights], int l,
+    template <class Kind>
+    __device__ __forceinline__ void await_x(Columns<Kind>& x, uint4 (&norm)[kEights], int l,
                                             int phase, unsigned tag) {
         const unsigned* from = row_words(phase);
         const unsigned wanted = phase ? tag : (tag - 1) & 0xffff;

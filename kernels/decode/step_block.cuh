@@ -15,15 +15,15 @@ namespace {
 constexpr int K = spec::STEP_K;
 static_assert(K == 1536 || K == 2048 || K == 3072 || K == 3584 || K == 4096,
               "who has which columns is written for these");
-constexpr bool kIsNarrow = K <= 2048;
-constexpr int kWeightBytes = spec::STEP_WEIGHT_BYTES;  // of the layers: 2, bf16, or 1, e4m3
-constexpr bool kIsE4m3 = kWeightBytes == 1;
+using Weight = spec::STEP_WEIGHT;  // of the layers; those of the head are Bf16
+constexpr bool kHeadIsAlike = Weight::kBits == Bf16::kBits;
 
 constexpr int kWarps = spec::STEP_WARPS, kConsumers = 32 * kWarps;  // one more asks for weights
 constexpr int kQuad = spec::STEP_QUAD;        // rows of a weight, the least that a block has
-constexpr int kUnitRows = kIsE4m3 || kIsNarrow ? 4 : 2;  // of a layer, what is asked for at once
-constexpr int kUnitBytes = kUnitRows * kWeightBytes * K;   // 6 to 16 KB
-constexpr int kScaleBytes = kIsE4m3 ? 4 * kQuad : 0;       // of a quad's rows, beside them
+// of a layer, what is asked for at once: 6 to 16 KB; and the scales of a quad's rows, beside them
+constexpr int kUnitRows = 4 * Weight::bytes(K) <= 16 * 1024 ? 4 : 2;
+constexpr int kUnitBytes = kUnitRows * Weight::bytes(K);
+constexpr int kScaleBytes = Weight::kRowScales ? 4 * kQuad : 0;
 constexpr int kUnits = spec::STEP_RING_KB * 1024 / kUnitBytes;  // of the ring
 // units on their way at a time, 32 KB or so; with more, all else would queue behind
 constexpr int kAhead = (spec::STEP_AHEAD_KB * 1024 + kUnitBytes / 2) / kUnitBytes;
@@ -45,21 +45,21 @@ constexpr int kMostAhead = kUnits - kWarps, kScreenAhead =
     48 * 1024 / kScreenBytes < kMostAhead ? 48 * 1024 / kScreenBytes : kMostAhead;
 static_assert(kScreenAhead > 0, "a ring of more than a unit for each warp");
 
-// Weights of so many bytes: how they lie in a unit, and how the lanes of a warp share its slice of
-// the rows. A slice goes by groups of 64 bytes, two of which begin at a multiple of 128: so slices
+// How a kind of weights lies in a unit, and how the lanes of a warp share its slice of the rows. A
+// slice goes by groups of 64 bytes, two of which begin at a multiple of 128: so slices
 // of an odd number have one of their neighbour's, which is multiplied by 0.
-template <int BYTES>
-struct Weights {
-    static constexpr int kRowBytes = BYTES * K;
+template <class Kind>
+struct Units {
+    static constexpr int kRowBytes = Kind::bytes(K);
     static constexpr int kRows = kUnitBytes / kRowBytes;  // of a unit
     static constexpr int kQuadUnits = kQuad / kRows;
     static constexpr int kSliceBytes = kRowBytes / kWarps;
     static constexpr bool kIsOdd = kSliceBytes % 128 != 0;
     static constexpr int kGroups = (kSliceBytes + 64 * kIsOdd) / 64;
     static constexpr int kChunks = (kRows * kGroups + 7) / 8;  // 16 bytes each, of a unit, of a lane
-    static constexpr int kXBytes = 2 / BYTES * 64 * kGroups;   // of x, beside the slice
+    static constexpr int kXBytes = Kind::kEights * 64 * kGroups;  // of x, beside the slice
 };
-using Layers = Weights<kWeightBytes>;
+using Layers = Units<Weight>;
 constexpr int kQuadUnits = Layers::kQuadUnits;
 constexpr int kMostRows = spec::STEP_MOST_ROWS;  // neurons of a block
 constexpr int kMostSums = kMostRows + spec::STEP_MOST_MAPPED;  // rows that are put together at once
@@ -72,15 +72,7 @@ constexpr int kOwnQuads = spec::STEP_OWN_QUADS;  // of x, of a block, at most; a
 constexpr int kMostDim = spec::STEP_MOST_DIM;  // of a head
 constexpr int kApart = 37;                    // see Block::turn
 
-template <int BYTES>
-struct Kept {
-    using Layer = LayerOf<unsigned short>;
-};
-template <>
-struct Kept<1> {
-    using Layer = ScaledLayer;
-};
-using Layer = Kept<kWeightBytes>::Layer;
+using Layer = ScaledLayer<Weight>;
 constexpr int kLayerWords = sizeof(Layer) / 8;
 
 struct Args {
@@ -119,30 +111,29 @@ struct alignas(16) Attend {
 struct Column {
     unsigned b0, b1;
 };
-// x, for weights of so many bytes: bf16. Beside e4m3, f16 times a power of two, and what takes that
-// from the sums.
-template <int BYTES>
+// x, for a kind of weights: bf16, or f16 times a power of two, and what takes that from the sums.
+template <class Kind, bool IN_F16 = Kind::kInF16>
 struct Columns {
-    Column of[Weights<BYTES>::kChunks];
+    Column of[Kind::kEights * Units<Kind>::kChunks];
 };
-template <>
-struct Columns<1> {
-    Column of[2 * Weights<1>::kChunks];
+template <class Kind>
+struct Columns<Kind, true> {
+    Column of[Kind::kEights * Units<Kind>::kChunks];
     float back;
 };
-using X = Columns<kWeightBytes>;
+using X = Columns<Weight>;
 
 // A lane's part of a unit.
-template <int BYTES>
-using Unit = uint4[Weights<BYTES>::kChunks];
+template <class Kind>
+using Unit = uint4[Units<Kind>::kChunks];
 // Of those in registers; and the scales of the lane's rows.
-template <int BYTES>
+template <class Kind, bool HAS_SCALES = Kind::kRowScales>
 struct Taken {
-    Unit<BYTES> units[kTake];
+    Unit<Kind> units[kTake];
 };
-template <>
-struct Taken<1> {
-    Unit<1> units[kTake];
+template <class Kind>
+struct Taken<Kind, true> {
+    Unit<Kind> units[kTake];
     float scales[kTake];
 };
 
@@ -183,7 +174,7 @@ struct Block {
     static constexpr int kSums = kRing + kUnits * kUnitBytes;            // [2][row][warp]
     static constexpr int kDealt = kSums + 2 * kMostSums * kWarps * 4;    // x
     static constexpr int kNorms = kDealt + kWarps * Layers::kXBytes;     // [2][warp]
-    static constexpr int kBacks = kNorms + 2 * kWarps * 4;               // of x beside e4m3, [warp]
+    static constexpr int kBacks = kNorms + 2 * kWarps * 4;               // of x in f16, [warp]
     static constexpr int kOwn = kBacks + kWarps * 4;                     // of x, the residual
     static constexpr int kTurn = kOwn + kOwnQuads * kQuad * 4;           // cos, sin
     static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;             // those about this one
@@ -191,7 +182,7 @@ struct Block {
     static constexpr int kDivisions = kAttends + kWarps * sizeof(Attend);  // qkv, o, gate, head, map
     static constexpr int kScales = kDivisions + 6 * sizeof(Division);    // of the ring's rows
     static constexpr int kUpScales = kScales + kUnits * kScaleBytes;     // of the block's neurons
-    static constexpr int kBarriers = kUpScales + kIsE4m3 * kMostRows * 4;
+    static constexpr int kBarriers = kUpScales + Weight::kRowScales * kMostRows * 4;
     // in turns: what attention has, and what the FFN has
     static constexpr int kAttend = kBarriers + (8 * (2 * kUnits + 1) + 15) / 16 * 16;
     static constexpr int kColumns = kAttend;                             // of y, [warp][32]

@@ -1,8 +1,8 @@
 // The FFN of `step` (step.cuh), behind the gates' sums: up and down of the block's neurons that
 // fired, or of all in the dense form; its part of y, and the sum of all blocks' parts.
 //
-// A part of y is a word a column: fp32 of which the lowest 8 bits are the tag. Of e4m3 it is
-// without the columns' scales, which multiply the sum of the parts.
+// A part of y is a word a column: fp32 of which the lowest 8 bits are the tag. Scales of columns, if
+// the kind of weights has any, multiply the sum of the parts.
 #pragma once
 
 #include "decode/step_screen.cuh"
@@ -23,19 +23,19 @@ namespace {
 
 struct Neurons : Screened {
     using Screened::Screened;
-    float column_scale;  // of e4m3: see fetch_column_scale
+    float column_scale;  // see fetch_column_scale
     // Asks for the scale of the thread's column of y, long before it is wanted.
     __device__ __forceinline__ void fetch_column_scale(const Layer& layer, const Share& own) {
         unsigned bits = 0;
         load_streamed_word_if(thread() < kQuad * own.num,
-                              scales_of(layer, kDown) + kQuad * own.first + thread(), bits);
+                              layer.scales_of(kDown) + kQuad * own.first + thread(), bits);
         column_scale = __uint_as_float(bits);
     }
 
     // The scales of up of the block's own neurons, to shared memory; wait_for_copies waits.
     __device__ __forceinline__ void fetch_up_scales(const Layer& layer, const Share& share) const {
         copy_async_if(thread() < share.num, memory + kUpScales + 16 * thread(),
-                      scales_of(layer, kUp) + kQuad * (share.first + thread()));
+                      layer.scales_of(kUp) + kQuad * (share.first + thread()));
         commit_copies();
     }
 
@@ -94,7 +94,7 @@ struct Neurons : Screened {
             num, [&](int i) { return row_at(layer.up, list[i]); },
             [&](int i, float up) {
                 const int neuron = list[i];
-                if constexpr (kIsE4m3) up *= at<float>(kUpScales)[neuron - kQuad * share.first];
+                if constexpr (Weight::kRowScales) up *= at<float>(kUpScales)[neuron - kQuad * share.first];
                 if (layer.up_bias) up += bf16_value(layer.up_bias[neuron]);
                 hidden[i] = rounded(gates[i] * rounded(up));
             });
@@ -132,12 +132,12 @@ struct Neurons : Screened {
 #pragma unroll 1
         for (int i = 0; i < num_units; i += kTake) {
             const int num = min(kTake, num_units - i);
-            Taken<kWeightBytes> taken;
+            Taken<Weight> taken;
             float parts[kTake];
             take(taken, num);
 #pragma unroll
             for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
-            store_sums<kWeightBytes>(parts, num, sums() + i * kUnitRows * kWarps);
+            store_sums<Weight>(parts, num, sums() + i * kUnitRows * kWarps);
         }
         sync_consumers();
         float* hidden = at<float>(kHidden);
@@ -177,16 +177,21 @@ struct Neurons : Screened {
         }
     }
 
+    template <class T>
+    __device__ __forceinline__ static T shared_eight(unsigned from) {
+        if constexpr (sizeof(T) == sizeof(uint2))
+            return read_shared_pair(from);
+        else
+            return load_shared(from);
+    }
+
     // y += h times a row of down, whose first eight of the thread lies at `from`.
     __device__ __forceinline__ void add_row(float (&y)[kEights][8], unsigned from, float h) const {
 #pragma unroll
         for (int i = 0; i < kEights; ++i) {
             if (!has_eight(i)) continue;
             const unsigned eight = from + 32 * kEightBytes * i;
-            if constexpr (kIsE4m3)
-                add_eight(y[i], read_shared_pair(eight), h);
-            else
-                add_eight(y[i], load_shared(eight), h);
+            add_eight(y[i], shared_eight<Eight>(eight), h);
         }
     }
 
@@ -245,7 +250,7 @@ struct Neurons : Screened {
             float sum = 0.f;
 #pragma unroll
             for (int warp = 0; warp < kWarps; ++warp) sum += all[warp * 32 + c];
-            if constexpr (kIsE4m3) sum *= column_scale;
+            if constexpr (Weight::kRowScales) sum *= column_scale;
             if (layer.down_bias) sum += bf16_value(layer.down_bias[column]);
             float& x = at<float>(kOwn)[c];
             x = rounded(rounded(sum) + x);

@@ -1,7 +1,7 @@
 // The products of `step`: weights through the ring, and what a warp makes of them. See step.cuh.
 //
 // Row by row K is cut among the eight warps, a slice each. A unit is four consecutive rows, or two,
-// as they lie in memory. Of a unit a lane has two to four chunks of 16 bytes. Each of bf16 is its a
+// as they lie in memory. Of a unit a lane has two to four chunks of 16 bytes. Each in bf16 is its a
 // of one mma: the first and third word are of row g of that mma, the other two of row g + 8, and
 // what they are multiplied by stands in columns 2 c and 2 c + 1 of b, c being the group of four
 // chunks that the lane's quad reads. So c0 + c3 of the lane 4 g + c is a part of the sum of one
@@ -11,8 +11,8 @@
 // One mma takes four groups of a row, or two if its other quads read as many of another row. Slices
 // of 1536 columns of bf16 have 6 groups, those of 3584 have 14: see `moved` for their last two.
 //
-// A chunk of e4m3 is made two such a, in f16; x beside it is f16, too (tile/halves.cuh). The scales
-// of a unit's rows come with it.
+// A chunk of weights of 8 bits is made two such a. Where they are f16, so is x (tile/halves.cuh). If
+// rows have scales, those of a unit come with it.
 #pragma once
 
 #include "decode/step_block.cuh"
@@ -23,6 +23,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "tile/halves.cuh"
+#include "tile/weights.cuh"
 
 namespace {
 
@@ -61,7 +62,7 @@ struct Products : Block {
                 share.first += first_shared() / kQuad;
             }
             const int quad_units = screens    ? kScreenParts
-                                   : is_head ? Weights<2>::kQuadUnits
+                                   : is_head ? Units<Bf16>::kQuadUnits
                                              : kQuadUnits;
             const int unit_bytes = screens ? kScreenBytes : kUnitBytes;
             const auto unit = [&](int quad) {
@@ -70,9 +71,8 @@ struct Products : Block {
             };
             const char* from = unit(share.first);
             const float* scales = nullptr;  // of the next unit's rows
-            if constexpr (kIsE4m3)
-                if (!is_head && kind < kDown)
-                    scales = scales_of(*layer, kind) + kQuad * share.first;
+            if constexpr (Weight::kRowScales)
+                if (!is_head && kind < kDown) scales = layer->scales_of(kind) + kQuad * share.first;
             const int num_units = share.num * quad_units;
             // what nobody waits for yet would stand before the rows that fired
             const bool waits = FORM != kDenseForm && l > 0 && (kind == kQkv || is_head);
@@ -100,7 +100,7 @@ struct Products : Block {
                 }
                 barrier_expect_bytes(full(to), unit_bytes + (scales ? kScaleBytes : 0));
                 copy_bulk(memory + kRing + to * kUnitBytes, from, unit_bytes, full(to), policy);
-                if constexpr (kIsE4m3)
+                if constexpr (Weight::kRowScales)
                     if (scales) {
                         copy_bulk(scales_at(to), scales, kScaleBytes, full(to), policy);
                         scales += kQuad;
@@ -126,14 +126,6 @@ struct Products : Block {
         return {layer.qkv, layer.out, layer.gate, layer.copy, layer.up, layer.down};
     }
 
-    // Those of a layer's weight, in the order of the kinds; of bf16 there are none.
-    __device__ __forceinline__ static const float* scales_of(const ScaledLayer& layer, int kind) {
-        return layer.scales[kind];
-    }
-    __device__ __forceinline__ static const float* scales_of(const LayerOf<unsigned short>&, int) {
-        return nullptr;
-    }
-
     // Of the rows of a unit of the ring.
     __device__ __forceinline__ unsigned scales_at(int slot) const {
         return memory + kScales + slot * kScaleBytes;
@@ -142,13 +134,13 @@ struct Products : Block {
     // ---- the warps that compute
 
     // A lane's row and group of chunks of the first of its four loads.
-    template <int BYTES>
+    template <class Kind>
     __device__ __forceinline__ static int row_of(int quad) {
-        return quad & (Weights<BYTES>::kRows - 1);
+        return quad & (Units<Kind>::kRows - 1);
     }
-    template <int BYTES>
+    template <class Kind>
     __device__ __forceinline__ static int group_of(int quad) {
-        return Weights<BYTES>::kRows == 4 ? 2 * (quad >> 2) + (quad & 1)
+        return Units<Kind>::kRows == 4 ? 2 * (quad >> 2) + (quad & 1)
                                           : 2 * (quad >> 2) + ((quad ^ quad >> 1) & 1);
     }
 
@@ -156,45 +148,45 @@ struct Products : Block {
     // two more, the high half of the warp, which would have the third and fourth, has those two: of
     // four rows the other one of them, which this row's low quad has not; of two rows the same, for
     // nothing (see is_read_twice). GROUP: bytes of a group, of weights or of x.
-    template <int BYTES, int GROUP = 64>
+    template <class Kind, int GROUP = 64>
     __device__ __forceinline__ static unsigned moved(unsigned from, int i) {
-        constexpr bool kFour = Weights<BYTES>::kRows == 4;
+        constexpr bool kFour = Units<Kind>::kRows == 4;
         const int next = kFour ? i / 2 : i;
         bool exchanged = kFour && i % 2;
-        if (4 * next + 2 == Weights<BYTES>::kGroups && is_high())
+        if (4 * next + 2 == Units<Kind>::kGroups && is_high())
             exchanged = kFour, from -= 2 * GROUP;
         return (from ^ exchanged * GROUP) + next * (4 * GROUP);
     }
 
     // By the other half of the warp, which adds it up.
-    template <int BYTES>
+    template <class Kind>
     __device__ __forceinline__ static bool is_read_twice(int i) {
-        return Weights<BYTES>::kRows == 2 && 4 * i + 2 == Weights<BYTES>::kGroups && is_high();
+        return Units<Kind>::kRows == 2 && 4 * i + 2 == Units<Kind>::kGroups && is_high();
     }
 
     // Whether the lane has the third or fourth of four groups.
     __device__ __forceinline__ static bool is_high() { return opaque(threadIdx.x) % 32 >= 16; }
 
     // Where the warp's slice of a row begins, or the group in front of it.
-    template <int BYTES>
+    template <class Kind>
     __device__ __forceinline__ int slice_at() const {
-        const int at = thread() / 32 * Weights<BYTES>::kSliceBytes;
-        return Weights<BYTES>::kIsOdd ? at & ~127 : at;
+        const int at = thread() / 32 * Units<Kind>::kSliceBytes;
+        return Units<Kind>::kIsOdd ? at & ~127 : at;
     }
 
     // Where a lane's first chunk lies in rows that are so many bytes apart.
-    template <int BYTES>
+    template <class Kind>
     __device__ __forceinline__ unsigned place_in_unit(int row_bytes) const {
         const int quad = thread() % 32 / 4, t = thread() % 4;
-        return row_of<BYTES>(quad) * row_bytes + slice_at<BYTES>() + group_of<BYTES>(quad) * 64 +
+        return row_of<Kind>(quad) * row_bytes + slice_at<Kind>() + group_of<Kind>(quad) * 64 +
                t * 16;
     }
 
-    template <int BYTES>
-    __device__ __forceinline__ static void load_unit(Unit<BYTES>& unit, unsigned from) {
+    template <class Kind>
+    __device__ __forceinline__ static void load_unit(Unit<Kind>& unit, unsigned from) {
 #pragma unroll
-        for (int i = 0; i < Weights<BYTES>::kChunks; ++i)
-            unit[i] = load_shared(moved<BYTES>(from, i));
+        for (int i = 0; i < Units<Kind>::kChunks; ++i)
+            unit[i] = load_shared(moved<Kind>(from, i));
     }
 
     // Where a warp has x. What lies beside weights that are not of its slice stays 0.
@@ -209,14 +201,14 @@ struct Products : Block {
     }
 
     // x by the eights that the warp's lanes hold, to the columns of b.
-    template <int BYTES>
-    __device__ __forceinline__ void deal(const uint4 (&eights)[kEights], Columns<BYTES>& x) const {
+    template <class Kind>
+    __device__ __forceinline__ void deal(const uint4 (&eights)[kEights], Columns<Kind>& x) const {
         const int lane = thread() % 32, column = lane / 4, t = lane % 4;
         const int to = dealt();
         // what begins behind the neighbour's group
-        const bool is_behind = Weights<BYTES>::kIsOdd && thread() / 32 % 2;
+        const bool is_behind = Units<Kind>::kIsOdd && thread() / 32 % 2;
         unsigned powers = 0;
-        if constexpr (BYTES == 1) {
+        if constexpr (Kind::kInF16) {
             const unsigned power = power_of(eights);
             powers = power << 7 | power << 23;
             x.back = power_back(power);
@@ -226,24 +218,24 @@ struct Products : Block {
         for (int i = 0; i < kEights; ++i)
             if (all_have(kEights - 1) || has_eight(i)) {  // the first is known before unrolling
                 uint4 v = eights[i];
-                if constexpr (BYTES == 1)
+                if constexpr (Kind::kInF16)
                     v = make_uint4(scaled_f16(v.x, powers), scaled_f16(v.y, powers),
                                    scaled_f16(v.z, powers), scaled_f16(v.w, powers));
                 at<uint4>(to + is_behind * 128)[32 * i + lane] = make_uint4(v.x, v.z, v.y, v.w);
             }
         __syncwarp();
-        // a chunk of e4m3 is two of x
-        constexpr int kParts = 2 / BYTES, kGroupBytes = 64 * kParts;
+        // so many chunks of x belong to one of the weights
+        constexpr int kParts = Kind::kEights, kGroupBytes = 64 * kParts;
         const unsigned from =
             memory + to + column / 2 * kGroupBytes + t * (16 * kParts) + column % 2 * 8;
 #pragma unroll
-        for (int i = 0; i < Weights<BYTES>::kChunks; ++i)
+        for (int i = 0; i < Units<Kind>::kChunks; ++i)
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
                 Column& own = x.of[kParts * i + part];
-                const uint2 b = load_shared_pair(moved<BYTES, kGroupBytes>(from, i) + 16 * part);
+                const uint2 b = load_shared_pair(moved<Kind, kGroupBytes>(from, i) + 16 * part);
                 own = {b.x, b.y};
-                if (is_read_twice<BYTES>(i)) own = {0, 0};
+                if (is_read_twice<Kind>(i)) own = {0, 0};
             }
         __syncwarp();
     }
@@ -258,10 +250,10 @@ struct Products : Block {
     }
 
     // The next `num` units, out of the ring; if that is less than kTake the last one several times.
-    template <int BYTES>
-    __device__ __forceinline__ void take(Taken<BYTES>& taken, int num) {
+    template <class Kind>
+    __device__ __forceinline__ void take(Taken<Kind>& taken, int num) {
         const int lane = thread() % 32;
-        const unsigned from = memory + kRing + place_in_unit<BYTES>(BYTES * K);
+        const unsigned from = memory + kRing + place_in_unit<Kind>(Kind::bytes(K));
         int slots[kTake];
         unsigned parities[kTake];
         bool are_there = true;
@@ -280,11 +272,12 @@ struct Products : Block {
             for (int j = 0; j < kTake; ++j) barrier_wait(full(slots[j]), parities[j]);
 #pragma unroll
         for (int j = 0; j < kTake; ++j)
-            load_unit<BYTES>(taken.units[j], from + slots[j] * kUnitBytes);
-        if constexpr (BYTES == 1)
+            load_unit<Kind>(taken.units[j], from + slots[j] * kUnitBytes);
+        if constexpr (Kind::kRowScales)
 #pragma unroll
             for (int j = 0; j < kTake; ++j)
-                taken.scales[j] = load_shared_float(scales_at(slots[j]) + 4 * row_of<1>(lane / 4));
+                taken.scales[j] =
+                    load_shared_float(scales_at(slots[j]) + 4 * row_of<Kind>(lane / 4));
         __syncwarp();
 #pragma unroll
         for (int j = 0; j < kTake; ++j)
@@ -294,45 +287,51 @@ struct Products : Block {
     }
 
     // Of a unit: in the lane 4 g + group_of(g) a part of the warp's part of row row_of(g).
-    template <int BYTES>
-    __device__ __forceinline__ static float part_of_sum(const Unit<BYTES>& unit,
-                                                        const Columns<BYTES>& x) {
+    template <class Kind>
+    __device__ __forceinline__ static float part_of_sum(const Unit<Kind>& unit,
+                                                        const Columns<Kind>& x) {
         float sums[2][4] = {};
 #pragma unroll
-        for (int i = 0; i < Weights<BYTES>::kChunks; ++i) {
-            if constexpr (BYTES == 2) {
-                multiply_add(sums[i % 2], unit[i].x, unit[i].y, unit[i].z, unit[i].w, x.of[i].b0,
-                             x.of[i].b1);
-            } else {
-                const uint4 a[2] = {e4m3_as_f16(unit[i].x, unit[i].y),
-                                    e4m3_as_f16(unit[i].z, unit[i].w)};
+        for (int i = 0; i < Units<Kind>::kChunks; ++i)
 #pragma unroll
-                for (int part = 0; part < 2; ++part)
-                    multiply_add_f16(sums[part], a[part].x, a[part].y, a[part].z, a[part].w,
-                                     x.of[2 * i + part].b0, x.of[2 * i + part].b1);
+            for (int part = 0; part < Kind::kEights; ++part) {
+                const int at = Kind::kEights * i + part;
+                multiply_eight<Kind>(sums[at % 2], unit[i], part, x.of[at].b0, x.of[at].b1);
             }
-        }
         float sum = (sums[0][0] + sums[0][3]) + (sums[1][0] + sums[1][3]);
-        if constexpr (BYTES == 1) sum *= x.back;
+        if constexpr (Kind::kInF16) sum *= x.back;
         return opaque(sum);
     }
 
+    // Onto the sums of an mma: eight of the weights in 16 bytes, times columns of x.
+    template <class Kind>
+    __device__ __forceinline__ static void multiply_eight(float (&sums)[4], const uint4& chunk,
+                                                          int part, unsigned b0, unsigned b1) {
+        if constexpr (Kind::kInF16) {
+            const uint4 a = Kind::as_f16(chunk, part);
+            multiply_add_f16(sums, a.x, a.y, a.z, a.w, b0, b1);
+        } else {
+            const uint4 a = Kind::as_bf16(chunk, part);
+            multiply_add(sums, a.x, a.y, a.z, a.w, b0, b1);
+        }
+    }
+
     // The same of unit `j` of those in registers, times its row's scale.
-    template <int BYTES>
-    __device__ __forceinline__ static float scaled_part(const Taken<BYTES>& taken, int j,
-                                                        const Columns<BYTES>& x) {
-        const float part = part_of_sum<BYTES>(taken.units[j], x);
-        if constexpr (BYTES == 1) return part * taken.scales[j];
+    template <class Kind>
+    __device__ __forceinline__ static float scaled_part(const Taken<Kind>& taken, int j,
+                                                        const Columns<Kind>& x) {
+        const float part = part_of_sum<Kind>(taken.units[j], x);
+        if constexpr (Kind::kRowScales) return part * taken.scales[j];
         return part;
     }
 
     // The warp's parts of `num` units' rows, to [row][warp].
-    template <int BYTES, int NUM>
+    template <class Kind, int NUM>
     __device__ __forceinline__ void store_sums(float (&parts)[NUM], int num, float* to) const {
-        constexpr int kRows = Weights<BYTES>::kRows;
+        constexpr int kRows = Units<Kind>::kRows;
         const int lane = thread() % 32, row = lane / 4;
         to += row * kWarps + thread() / 32;
-        const bool has_row = row < kRows && lane % 4 == group_of<BYTES>(row);
+        const bool has_row = row < kRows && lane % 4 == group_of<Kind>(row);
 #pragma unroll
         for (int j = 0; j < NUM; ++j) {
             if (kRows == 2) parts[j] += __shfl_xor_sync(~0u, parts[j], 9);

@@ -19,23 +19,14 @@
 
 namespace {
 
-// Eight weights.
-template <int BYTES>
-struct Eights {
-    using Type = uint4;
-};
-template <>
-struct Eights<1> {
-    using Type = uint2;
-};
-
 struct Rows : Attention {
     using Attention::Attention;
-    static constexpr int kRowBytes = Layers::kRowBytes, kEightBytes = 8 * kWeightBytes;
+    static constexpr int kRowBytes = Layers::kRowBytes, kEightBytes = Weight::bytes(8);
     static constexpr int kChunks = kRowBytes / 256;  // of 16 bytes, of a lane, of two rows
-    static constexpr int kFlight = kChunks > (kIsE4m3 ? 8 : 16) ? kChunks / 2 : kChunks;
+    static constexpr int kMostFlight = 16 / Weight::kEights;  // as there are registers
+    static constexpr int kFlight = kChunks > kMostFlight ? kChunks / 2 : kChunks;
     static constexpr int kRowFlight = kEights > 1 ? 6 : 12;
-    using Eight = Eights<kWeightBytes>::Type;
+    using Eight = Weight::Eight;
 
     __device__ __forceinline__ static const char* row_at(const void* weight, int neuron) {
         return static_cast<const char*>(weight) + static_cast<long long>(neuron) * kRowBytes;
@@ -73,7 +64,7 @@ struct Rows : Attention {
                     load_passing_if(more || !is_last, from + 256 * j, chunks[j], policy);
                 }
             }
-            if constexpr (!kIsE4m3)
+            if constexpr (!Weight::kInF16)
                 sum = (parts[0][0] + parts[0][3]) + (parts[1][0] + parts[1][3]);
             if (lane % 4 != lane / 4 % 4) sum = 0.f;
             sum += __shfl_xor_sync(~0u, sum, 5);
@@ -123,52 +114,42 @@ struct Rows : Attention {
     }
 
     // y += h times eight weights of a row.
-    __device__ __forceinline__ static void add_eight(float (&y)[8], const uint4& eight, float h) {
+    __device__ __forceinline__ static void add_eight(float (&y)[8], const Eight& eight, float h) {
         float w[8];
-        unpack(eight, w);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) y[c] += h * w[c];
-    }
-    __device__ __forceinline__ static void add_eight(float (&y)[8], const uint2& eight, float h) {
-        float w[8];
-        unpack_f16(e4m3_as_f16(eight.x, eight.y), w);
+        Weight::unpack_eight(eight, w);
 #pragma unroll
         for (int c = 0; c < 8; ++c) y[c] += h * w[c];
     }
 
   private:
-    // Chunk `i` of two rows; of e4m3 the sum is whole, for x has a power in each slice.
+    // Chunk `i` of two rows; in f16 the sum is whole, for x has a power in each slice.
     __device__ __forceinline__ void add_chunk(float& sum, float (&parts)[2][4], int i, int in,
                                               const uint4& chunk) const {
         const int lane = thread() % 32, column = lane / 4;
-        if constexpr (kIsE4m3) {
-            const unsigned x = group_of_x(4 * i + column / 2) + lane % 4 * 32 + column % 2 * 8;
-            float all[4] = {};
+        const unsigned x =
+            group_of_x(i, column / 2) + lane % 4 * (kXGroup / 4) + column % 2 * 8;
+        float all[4] = {};
 #pragma unroll
-            for (int part = 0; part < 2; ++part) {
-                const uint4 a =
-                    part ? e4m3_as_f16(chunk.z, chunk.w) : e4m3_as_f16(chunk.x, chunk.y);
-                const uint2 b = read_shared_pair(x + 16 * part);
-                multiply_add_f16(all, a.x, a.y, a.z, a.w, b.x, b.y);
-            }
+        for (int part = 0; part < Weight::kEights; ++part) {
+            const uint2 b = read_shared_pair(x + 16 * part);
+            multiply_eight<Weight>(Weight::kInF16 ? all : parts[in], chunk, part, b.x, b.y);
+        }
+        if constexpr (Weight::kInF16)
             sum += opaque(all[0] + all[3]) *
                    at<float>(kBacks)[(4 * i + column % 4) / kSliceGroups];
-        } else {
-            const unsigned x =
-                memory + kDealt + i * 256 + column / 2 * 64 + lane % 4 * 16 + column % 2 * 8;
-            const uint2 b = read_shared_pair(x);
-            multiply_add(parts[in], chunk.x, chunk.y, chunk.z, chunk.w, b.x, b.y);
-        }
     }
 
-    // Of e4m3, groups of 64 bytes of a row.
-    static constexpr int kSliceGroups = Layers::kSliceBytes / 64;
+    // Groups of 64 bytes of a row; bytes of x beside one.
+    static constexpr int kSliceGroups = Layers::kSliceBytes / 64, kXGroup = 64 * Weight::kEights;
 
-    __device__ __forceinline__ unsigned group_of_x(int group) const {
-        if constexpr (!Layers::kIsOdd) return memory + kDealt + group * 128;
+    // Where x beside group `in_chunk` of the four of a chunk lies.
+    __device__ __forceinline__ unsigned group_of_x(int chunk, int in_chunk) const {
+        if constexpr (!Layers::kIsOdd)
+            return memory + kDealt + chunk * (4 * kXGroup) + in_chunk * kXGroup;
+        const int group = 4 * chunk + in_chunk;
         const int slice = group / kSliceGroups, in = group % kSliceGroups;
-        const int behind = Layers::kIsOdd && slice % 2 ? 128 : 0;
-        return memory + kDealt + slice * Layers::kXBytes + behind + in * 128;
+        const int behind = Layers::kIsOdd && slice % 2 ? kXGroup : 0;
+        return memory + kDealt + slice * Layers::kXBytes + behind + in * kXGroup;
     }
 };
 

@@ -1,4 +1,4 @@
-// What all of `step` (step.cuh) stands on: how a layer is told, patience, and arithmetic on eights.
+// What all of `step` (step.cuh) stands on: what is known of a layer, patience, and arithmetic on eights.
 #pragma once
 
 #include "decode/attend_softmax.cuh"
@@ -10,20 +10,22 @@
 #include "ptx/shared.cuh"
 #include "tile/eights.cuh"
 #include "tile/warp.cuh"
+#include "tile/weights.cuh"
 
 namespace {
 
 constexpr unsigned kPatience = 1u << 26;  // times that a word is looked at: half a minute
 
-// One of rows of bf16 (WEIGHT: unsigned short) or e4m3 (unsigned char); all else is bf16.
-template <class WEIGHT>
+// Its weights, by rows, are of one kind; all else is bf16.
+template <class Kind>
 struct LayerOf {
+    using Memory = typename Kind::Memory;
     const unsigned short* input_norm;
-    const WEIGHT* qkv;
+    const Memory* qkv;
     const unsigned short* qkv_bias;
-    const WEIGHT* out;
+    const Memory* out;
     const unsigned short *out_bias, *ffn_norm;
-    const WEIGHT *gate, *up, *down;
+    const Memory *gate, *up, *down;
     const unsigned short *gate_bias, *up_bias, *down_bias;
     unsigned short *keys, *values;
     const unsigned short *q_norm, *k_norm;
@@ -35,9 +37,16 @@ struct LayerOf {
 };
 // In which order weights are read; up and down as a whole in the dense form.
 constexpr int kQkv = 0, kOut = 1, kGate = 2, kUp = 3, kDown = 4;
-// The scales of e4m3 by that order: of rows, but of columns of down.
-struct ScaledLayer : LayerOf<unsigned char> {
+// With the scales by that order, if there are any: of rows, but of columns of down.
+template <class Kind, bool HAS_SCALES = Kind::kRowScales>
+struct ScaledLayer : LayerOf<Kind> {
+    __device__ __forceinline__ const float* scales_of(int) const { return nullptr; }
+};
+template <class Kind>
+struct ScaledLayer<Kind, true> : LayerOf<Kind> {
     const float* scales[5];
+
+    __device__ __forceinline__ const float* scales_of(int weight) const { return scales[weight]; }
 };
 // How the FFN goes: over all neurons, over what fires, the same by screened gates.
 constexpr int kDenseForm = 0, kSparseForm = 1, kScreenedForm = 2;

@@ -8,20 +8,19 @@
 //
 // both turned over by ldmatrix. `few_down` is for one or two tokens: 16 columns, few neurons. L2
 // takes so many requests a clock, whatever their size: so for more tokens, who want more neurons,
-// blocks of `few_down_wide` have 64 columns, 128 bytes of a neuron (e4m3: 64), and the four blocks of a
-// cluster a quarter of the neurons each (before sm_90 there are no clusters: 16 columns, as
-// `few_down`).
+// blocks of `few_down_wide` have 64 columns, 128 bytes of a neuron in bf16, and the four blocks of a
+// cluster a quarter of the neurons each. Before sm_90 there are no clusters: they have as many columns
+// as `few_down`, 32 bytes, the least that comes from L2.
 //
 // Which warp of which block takes which place of the list is fixed, sums are added up in the order
 // of warps and blocks: the bits do not depend on time.
 //
-// Of the entries that end in _e4m3 W is e4m3, [N, K] too, and scale, float32 [K], is that of the
-// columns of y: it multiplies the sums before the bias is added. Others take null. few_down_e4m3 has
-// 32 columns a block: 32 bytes are the least that comes from L2.
+// scale is float32 [K], of the columns of y, or null if this kind of weights has none
+// (tile/weights.cuh).
 //
-// Launch: few_down, few_down_wide_1, _2, _4 or _8 for so many octets of tokens; 256 threads, K / 16
-// blocks (few_down_e4m3: K / 32). Dynamic shared memory: the list, 2 bytes a neuron, rounded up to 16, and Down::kBytes.
-// `few_down` lists so many neurons at a time, and goes through several lists if more fired: what it
+// Launch: few_down, few_down_wide_1, _2, _4 or _8 for so many octets of tokens; 256 threads; of K
+// columns each block owns 16 TILES / BLOCKS. Dynamic shared memory: the list, 2 bytes a neuron,
+// rounded up to 16, and Down::kBytes. `few_down` lists so many neurons at a time, and goes through several lists if more fired: what it
 // does not take is left to the kernels around it, which start before it ends.
 #include "spec.cuh"
 #include "ptx/arithmetic.cuh"
@@ -34,9 +33,9 @@
 #include "ptx/shared.cuh"
 #include "tile/bf16.cuh"
 #include "tile/cluster.cuh"
-#include "tile/e4m3.cuh"
 #include "tile/few_product.cuh"
 #include "tile/warp.cuh"
+#include "tile/weights.cuh"
 
 namespace {
 
@@ -70,14 +69,14 @@ __device__ __forceinline__ int make_list(unsigned list, const unsigned short* fi
     return total;
 }
 
-// TILES of 16 columns, of weights of so many BYTES, and BLOCKS that share the neurons.
-template <int BYTES, int OCTETS, int TILES, int BLOCKS>
+// TILES of 16 columns of a kind of weights, and BLOCKS that share the neurons.
+template <class Weight, int OCTETS, int TILES, int BLOCKS>
 class Down {
-    static_assert(BYTES == 2 || TILES % 2 == 0, "two tiles of e4m3 are read at once");
-    using Weight = few::Weight<BYTES>;
+    static constexpr int kAtOnce = Weight::kEights;  // tiles that are read at once: 32 bytes
+    static_assert(TILES % kAtOnce == 0);
     static constexpr int kTokens = few::kOctet * OCTETS;
     static constexpr int kStages = spec::FEW_DOWN_STAGES;
-    static constexpr int kChunks = BYTES * TILES;  // of 16 bytes, of a neuron's weights
+    static constexpr int kChunks = 2 * TILES / kAtOnce;  // of 16 bytes, of a neuron's weights
     static_assert(kChunks == 2 || kChunks == 4 || kChunks == 8);
     static constexpr int kWeightBytes = few::kRows * kChunks * 16;
     static constexpr int kHiddenBytes = few::kRows * 16 * (OCTETS < 2 ? 2 : OCTETS);
@@ -89,7 +88,7 @@ class Down {
     static constexpr int kSumBytes = few::kWarps * kSums * 4;
     static constexpr unsigned kBytes = kRingBytes > kSumBytes ? kRingBytes : kSumBytes;
 
-    const Weight* w_down;  // from the block's first column on
+    const typename Weight::Memory* w_down;  // from the block's first column on
     const unsigned short* hidden;
     unsigned list, memory;                  // addresses in shared memory
     int num;                                // of the list
@@ -136,25 +135,22 @@ class Down {
         }
     }
 
-    // Both chunks of a tile, turned over: its rows are columns of y, in their order. Of e4m3 a chunk
-    // is a tile, and rows are the even columns, then the odd ones: they lie in one word.
+    // Two chunks of a neuron, turned over: kAtOnce tiles, whose rows are columns of y. Of 16 bits a
+    // weight a chunk is half of a tile, and they are in their order. Else a unit of 16 bits has
+    // several columns: of those 0 and 1, or 2 and 3, the one is in row g, the other in row g + 8.
     __device__ __forceinline__ static void read_tiles(unsigned (&a)[TILES][4], unsigned at, int row,
                                                       int half) {
-        if constexpr (BYTES == 2) {
 #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile)
-                read_transposed(a[tile], at + place_of_chunk(row, 2 * tile + half));
-        } else {
+        for (int first = 0; first < TILES; first += kAtOnce) {
+            unsigned words[4];
+            read_transposed(words, at + place_of_chunk(row, 2 * first / kAtOnce + half));
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile += 2) {
-                unsigned words[4];
-                read_transposed(words, at + place_of_chunk(row, tile + half));
+            for (int i = 0; i < 4; ++i)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-#pragma unroll
-                    for (int odd = 0; odd < 2; ++odd)
-                        a[tile + i % 2][i / 2 * 2 + odd] = e4m3_pair(words[i], odd, 2 + odd);
-            }
+                for (int j = 0; j < kAtOnce; ++j) {
+                    const int tile = first + i % 2 * (kAtOnce / 2) + j / 2;
+                    a[tile][kAtOnce > 1 ? i / 2 * 2 + j % 2 : i] = Weight::pair(words[i], j);
+                }
         }
     }
 
@@ -183,24 +179,30 @@ class Down {
             store_shared_float(memory + 4 * i, sum_at(i));
     }
 
-    // Sum of a column of tile `tile`, of the block's warps.
-    __device__ __forceinline__ float sum(int tile, int column, int token) const {
-        return sum_at(place(tile, column, token));
+    // Sum of a column, of the block's warps.
+    __device__ __forceinline__ float sum(int column, int token) const {
+        return sum_at(place(column, token));
     }
 
     // The same, of all blocks; after add_warps() in each.
-    __device__ __forceinline__ float sum_of_blocks(int tile, int column, int token) const {
+    __device__ __forceinline__ float sum_of_blocks(int column, int token) const {
         float sum = 0;
 #pragma unroll
         for (int rank = 0; rank < BLOCKS; ++rank)
             sum += load_cluster_float(
-                address_in_block(memory + 4 * place(tile, column, token), rank));
+                address_in_block(memory + 4 * place(column, token), rank));
         return sum;
     }
 
   private:
-    __device__ __forceinline__ static int place(int tile, int column, int token) {
-        const int row = BYTES == 2 ? column : column / 2 + column % 2 * 8;
+    // Of a column of the block's, as read_tiles has them.
+    __device__ __forceinline__ static int place(int column, int token) {
+        int tile = column / 16, row = column % 16;
+        if constexpr (kAtOnce > 1) {
+            const int chunk = column / Weight::kEach, in = column % Weight::kEach;
+            tile = chunk * (kAtOnce / 2) + in % kAtOnce / 2;
+            row = in / kAtOnce + in % kAtOnce % 2 * 8;
+        }
         return (tile * OCTETS + token / few::kOctet) * few::kBlockSums +
                few::place_of_sum(row, token % few::kOctet);
     }
@@ -231,7 +233,8 @@ class Down {
         for (int i = threadIdx.x % 32; i < few::kRows * kChunks; i += 32) {
             const int row = i / kChunks, chunk = i % kChunks, place = group * few::kRows + row;
             copy_async_or_zero(place < num, to + place_of_chunk(row, chunk),
-                               offset_by(w_down + chunk * (16 / BYTES), neuron(place), row_bytes));
+                               offset_by(Weight::at(w_down, chunk * Weight::kEach), neuron(place),
+                                         row_bytes));
         }
 #pragma unroll
         for (int i = threadIdx.x % 32; i < few::kRows * OCTETS; i += 32) {
@@ -248,14 +251,14 @@ class Down {
 };
 
 // LISTED: neurons that are listed at a time.
-template <int BYTES, int OCTETS, int TILES, int BLOCKS, int LISTED>
+template <class Weight, int OCTETS, int TILES, int BLOCKS, int LISTED>
 __device__ constexpr unsigned needed_bytes(int, int N, int) {
     return (2 * (LISTED < N ? LISTED : N) + 15) / 16 * 16 +
-           Down<BYTES, OCTETS, TILES, BLOCKS>::kBytes;
+           Down<Weight, OCTETS, TILES, BLOCKS>::kBytes;
 }
 
-template <int BYTES, int OCTETS, int TILES, int BLOCKS, int LISTED>
-__device__ __forceinline__ void down(const few::Weight<BYTES>* w_down,
+template <class Weight, int OCTETS, int TILES, int BLOCKS, int LISTED>
+__device__ __forceinline__ void down(const typename Weight::Memory* w_down,
                                      const unsigned short* hidden, const unsigned short* fired,
                                      const unsigned short* b_down, const unsigned short* residual,
                                      int M, int N, int K, unsigned short* y, const float* scale) {
@@ -263,14 +266,15 @@ __device__ __forceinline__ void down(const few::Weight<BYTES>* w_down,
     extern __shared__ uint4 memory[];
     const int cap = LISTED < N ? LISTED : N;
     const unsigned list = opaque(smem_address(memory)), stages = list + (2 * cap + 15) / 16 * 16;
-    if (dynamic_smem_bytes() < needed_bytes<BYTES, OCTETS, TILES, BLOCKS, LISTED>(M, N, K)) __trap();
+    if (dynamic_smem_bytes() < needed_bytes<Weight, OCTETS, TILES, BLOCKS, LISTED>(M, N, K)) __trap();
     const int rank = BLOCKS > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int first_column = (blockIdx.x - rank) * kOwn;
     let_next_start();  // before the wait: of what comes, only weights are read before its own
     wait_for_previous();
     const int total = make_list(list, fired, N, 0, cap);
-    Down<BYTES, OCTETS, TILES, BLOCKS> product = {w_down + first_column, hidden, list, stages, 0,
-                                                  1u * BYTES * K};
+    using Product = Down<Weight, OCTETS, TILES, BLOCKS>;
+    Product product = {Weight::at(w_down, first_column), hidden, list, stages, 0,
+                       static_cast<unsigned>(Weight::bytes(K))};
     float sums[TILES][OCTETS][4] = {};
     for (int from = 0;;) {
         product.num = min(total - from, cap);
@@ -287,9 +291,8 @@ __device__ __forceinline__ void down(const few::Weight<BYTES>* w_down,
 #pragma unroll 1
     for (int i = threadIdx.x; i < M * kOwn; i += few::kThreads) {
         const int own = rank * kOwn + i % kOwn, token = i / kOwn, n = first_column + own;
-        float sum = BLOCKS > 1 ? product.sum_of_blocks(own / 16, own % 16, token)
-                               : product.sum(own / 16, own % 16, token);
-        if constexpr (BYTES == 1) sum *= scale[n];
+        float sum = BLOCKS > 1 ? product.sum_of_blocks(own, token) : product.sum(own, token);
+        sum = Weight::scaled(sum, scale, n);
         if (b_down) sum += bf16_value(b_down[n]);
         const long long at = static_cast<long long>(token) * K + n;
         if (residual) sum = rounded(sum) + written_value(residual + at);
@@ -300,14 +303,14 @@ __device__ __forceinline__ void down(const few::Weight<BYTES>* w_down,
 
 }  // namespace
 
-#define TWELL_FEW_DOWN(name, bytes, octets, tiles, blocks, listed)                              \
+#define TWELL_FEW_DOWN(name, Weight, octets, tiles, blocks, listed)                             \
     extern "C" __global__ void TWELL_CLUSTER(blocks) __launch_bounds__(few::kThreads)           \
-        name(const few::Weight<bytes>* w_down, const unsigned short* hidden,                    \
+        name(const Weight::Memory* w_down, const unsigned short* hidden,                        \
              const unsigned short* fired, const unsigned short* b_down,                         \
              const unsigned short* residual, int M, int N, int K, unsigned short* y,            \
              const float* scale) {                                                              \
-        down<bytes, octets, tiles, blocks, listed>(w_down, hidden, fired, b_down, residual, M, N, \
-                                                   K, y, scale);                                \
+        down<Weight, octets, tiles, blocks, listed>(w_down, hidden, fired, b_down, residual, M, \
+                                                    N, K, y, scale);                            \
     }
 
 #if __CUDA_ARCH__ >= 900

@@ -6,9 +6,8 @@
 //
 // hidden bf16 [N, 8 OCTETS]: rows of neurons that fired for no token are not written, nor what lies
 // behind token M. fired, 16 bits for each row block of 16 neurons: those of the written rows.
-// counts int32 [M], or null: raised by how many neurons fired for each token. Of the entries that end
-// in _e4m3 the weights are e4m3, and gate_scale and up_scale, float32 [N], are those of their rows:
-// they multiply the sums before the biases are added. Others take null.
+// counts int32 [M], or null: raised by how many neurons fired for each token. gate_scale and up_scale
+// are float32 [N], of the rows of these weights, or null if their kind has none (tile/weights.cuh).
 //
 // A block goes through its neurons by up to 128: their gates, then up of those that fired, gathered
 // by their list. Rows of W_down that will be wanted are on their way into L2 meanwhile.
@@ -20,18 +19,18 @@
 #include "ptx/pdl.cuh"
 #include "ptx/shared.cuh"
 #include "tile/bf16.cuh"
-#include "tile/e4m3.cuh"
 #include "tile/eights.cuh"
 #include "tile/few_product.cuh"
 #include "tile/fires.cuh"
 #include "tile/warp.cuh"
+#include "tile/weights.cuh"
 
 namespace {
 
 constexpr int kNeurons = 128;  // that a block has at hand
 constexpr int kRowBlocks = kNeurons / few::kRows;
 template <class Weight>
-constexpr int kLineOf = 128 / sizeof(Weight);  // elements that a prefetch brings
+constexpr int kLineOf = 1024 / Weight::kBits;  // weights that a prefetch brings
 constexpr int kWarpRows = 16;  // fired neurons, at most, of which a warp takes one at a time
 
 // Of the neurons at hand: who fired, and the gates.
@@ -59,26 +58,28 @@ struct alignas(16) AtHand {
 
 // Rows of a weight that will be wanted soon.
 template <class Weight>
-__device__ __forceinline__ void fetch_into_l2(const Weight* weight,
+__device__ __forceinline__ void fetch_into_l2(const typename Weight::Memory* weight,
                                               const unsigned char* list, int num, int K) {
 #pragma unroll 1
     for (int i = threadIdx.x / 32; i < num; i += few::kWarps)
 #pragma unroll 1
         for (int at = threadIdx.x % 32 * kLineOf<Weight>; at < K; at += 32 * kLineOf<Weight>)
-            prefetch_into_l2(weight + static_cast<long long>(list[i]) * K + at);
+            prefetch_into_l2(Weight::at(weight, static_cast<long long>(list[i]) * K + at));
 }
 
 // x . row of one token, by a warp: 64 weights a lane under way at once.
 template <class Weight>
-__device__ __forceinline__ float dot_of_warp(const unsigned short* x, const Weight* row, int K) {
-    constexpr int kEach = 16 / sizeof(Weight), kLoads = 64 / kEach, kWarp = 32 * kEach;
+__device__ __forceinline__ float dot_of_warp(const unsigned short* x,
+                                             const typename Weight::Memory* row, int K) {
+    constexpr int kEach = Weight::kEach, kLoads = 64 / kEach, kWarp = 32 * kEach;
     float sum = 0;
 #pragma unroll 1
     for (int first = threadIdx.x % 32 * kEach; first < K; first += kWarp * kLoads) {
+        const auto* from = Weight::at(row, first);
         uint4 weights[kLoads] = {}, values[kLoads][kEach / 8] = {};
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-            load_streamed_if(first + kWarp * i < K, row + first + kWarp * i, weights[i]);
+            load_streamed_if(first + kWarp * i < K, Weight::at(from, kWarp * i), weights[i]);
 #pragma unroll
             for (int j = 0; j < kEach; j += 8)
                 if (first + kWarp * i < K)
@@ -87,7 +88,7 @@ __device__ __forceinline__ float dot_of_warp(const unsigned short* x, const Weig
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
             float a[kEach], b[8];
-            unpack(weights[i], a);
+            Weight::unpack(weights[i], a);
 #pragma unroll
             for (int j = 0; j < kEach; ++j) {
                 if (j % 8 == 0) unpack(values[i][j / 8], b);
@@ -105,12 +106,13 @@ __device__ constexpr unsigned needed_bytes(int M, int, int K) {
 
 template <class SIZES>
 __device__ __forceinline__ void hidden_state(
-    const unsigned short* x, const typename SIZES::Weight* w_gate,
-    const typename SIZES::Weight* w_up, const typename SIZES::Weight* w_down,
+    const unsigned short* x, const typename SIZES::Weight::Memory* w_gate,
+    const typename SIZES::Weight::Memory* w_up, const typename SIZES::Weight::Memory* w_down,
     const unsigned short* b_gate, const unsigned short* b_up, int M, int N, int K,
     unsigned short* hidden, unsigned short* fired, int* counts, const float* gate_scale,
     const float* up_scale) {
-    using Rows = few::ListedRows<typename SIZES::Weight>;
+    using Weight = typename SIZES::Weight;
+    using Rows = few::ListedRows<Weight>;
     constexpr int kTokens = few::kOctet * SIZES::kOctets;
     extern __shared__ uint4 memory[];
     if (dynamic_smem_bytes() < needed_bytes<SIZES>(M, N, K)) __trap();
@@ -131,7 +133,7 @@ __device__ __forceinline__ void hidden_state(
         __syncthreads();
 
         // the gates of all; then, by the same code, up of those that fired
-        Rows rows = {w_gate + start, min(num_blocks * few::kRows, N - first_neuron),
+        Rows rows = {Weight::at(w_gate, start), min(num_blocks * few::kRows, N - first_neuron),
                      smem_address(hand.list)};
 #pragma unroll 1
         for (int is_up = 0; is_up < 2; ++is_up) {
@@ -139,11 +141,12 @@ __device__ __forceinline__ void hidden_state(
             const float* scale = is_up ? up_scale : gate_scale;
             // of one token, and few neurons, a warp takes a row: that saves two exchanges
             if (SIZES::kOctets == 1 && is_up && M == 1 && rows.num <= kWarpRows) {
-                fetch_into_l2(w_down + start, hand.list, rows.num, K);
+                fetch_into_l2<Weight>(Weight::at(w_down, start), hand.list, rows.num, K);
                 for (int i = threadIdx.x / 32; i < rows.num; i += few::kWarps) {
                     const int n = hand.list[i];
-                    float up = dot_of_warp(x, rows.weight + static_cast<long long>(n) * K, K);
-                    if constexpr (SIZES::kIsE4m3) up *= scale[first_neuron + n];
+                    float up = dot_of_warp<Weight>(
+                        x, Weight::at(rows.weight, static_cast<long long>(n) * K), K);
+                    up = Weight::scaled(up, scale, first_neuron + n);
                     if (bias) up += bf16_value(bias[first_neuron + n]);
                     if (threadIdx.x % 32 == 0)
                         hidden[static_cast<long long>(first_neuron + n) * kTokens] =
@@ -154,7 +157,7 @@ __device__ __forceinline__ void hidden_state(
             }
             few::Product<SIZES, Rows> product(address, x_address, x, M, K, rows);
             product.begin();
-            if (is_up) fetch_into_l2(w_down + start, hand.list, rows.num, K);
+            if (is_up) fetch_into_l2<Weight>(Weight::at(w_down, start), hand.list, rows.num, K);
             if (!is_up && begin == share.begin) {
                 wait_for_previous();
                 let_next_start();
@@ -167,8 +170,7 @@ __device__ __forceinline__ void hidden_state(
                     const bool is_there = place < rows.num && token < M;
                     const int n = is_up && is_there ? hand.list[place] : place;
                     float sum = is_there ? product.sum(block, row, token) : 0.f;
-                    if constexpr (SIZES::kIsE4m3)
-                        if (is_there) sum *= scale[first_neuron + n];
+                    if (is_there) sum = Weight::scaled(sum, scale, first_neuron + n);
                     if (bias && is_there) sum += bf16_value(bias[first_neuron + n]);
                     unsigned bits = is_there ? bf16_bits(sum) : 0;
                     unsigned short& gate = hand.gates[n * kTokens + token];
@@ -189,7 +191,7 @@ __device__ __forceinline__ void hidden_state(
                 });
             });
             if (is_up) break;
-            rows.weight = w_up + start, rows.num = hand.make_list();
+            rows.weight = Weight::at(w_up, start), rows.num = hand.make_list();
             if (threadIdx.x < num_blocks)
                 fired[begin + threadIdx.x] = static_cast<unsigned short>(hand.fired[threadIdx.x]);
             __syncthreads();
@@ -207,14 +209,14 @@ __device__ __forceinline__ void hidden_state(
 
 }  // namespace
 
-#define TWELL_FEW_HIDDEN(name, bytes, ...)                                                    \
+#define TWELL_FEW_HIDDEN(name, Weight, ...)                                                   \
     extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                            \
-        name(const unsigned short* x, const few::Weight<bytes>* w_gate,                       \
-             const few::Weight<bytes>* w_up, const few::Weight<bytes>* w_down,                \
+        name(const unsigned short* x, const Weight::Memory* w_gate,                           \
+             const Weight::Memory* w_up, const Weight::Memory* w_down,                        \
              const unsigned short* b_gate, const unsigned short* b_up, int M, int N, int K,   \
              unsigned short* hidden, unsigned short* fired, int* counts,                      \
              const float* gate_scale, const float* up_scale) {                                \
-        hidden_state<few::Sizes<bytes, __VA_ARGS__>>(x, w_gate, w_up, w_down, b_gate, b_up, M, N, \
+        hidden_state<few::Sizes<Weight, __VA_ARGS__>>(x, w_gate, w_up, w_down, b_gate, b_up, M, N, \
                                                      K, hidden, fired, counts, gate_scale,    \
                                                      up_scale);                               \
     }

@@ -3,8 +3,7 @@
 //
 // As torch does, the sum is rounded to bf16 before the residual is added. With y32 the sum goes
 // there as it is, without a residual, and y is null: for logits, whose order rounding would blur.
-// Of the entries that end in _e4m3 W is e4m3, and the sum of row n of it is multiplied by scale[n],
-// float32 [N], before the bias is added; others take null.
+// scale is float32 [N], of the rows of W, or null if its kind has none (tile/weights.cuh).
 //
 // Launch: few_linear_1, _2, _4 or _8 for so many octets of tokens, _1_long or _2_long if x is too
 // long to stay. _1_short has stages for blocks with few weights, and leaves memory to the kernel
@@ -45,7 +44,7 @@ __device__ constexpr unsigned needed_bytes(int M, int, int K) {
 
 template <class SIZES>
 __device__ __forceinline__ void linear(const unsigned short* x,
-                                       const typename SIZES::Weight* weight,
+                                       const typename SIZES::Weight::Memory* weight,
                                        const unsigned short* bias, const unsigned short* residual,
                                        int M, int N, int K, unsigned short* y, float* y32,
                                        const float* scale) {
@@ -53,9 +52,10 @@ __device__ __forceinline__ void linear(const unsigned short* x,
     if (dynamic_smem_bytes() < needed_bytes<SIZES>(M, N, K)) __trap();
     const few::Share share((N + few::kRows - 1) / few::kRows);
     const int first_row = share.begin * few::kRows;
-    using Rows = few::FirstRows<typename SIZES::Weight>;
-    const Rows rows = {weight + static_cast<long long>(first_row) * K,
-                                 min(share.end * few::kRows, N) - first_row};
+    using Weight = typename SIZES::Weight;
+    using Rows = few::FirstRows<Weight>;
+    const Rows rows = {Weight::at(weight, static_cast<long long>(first_row) * K),
+                       min(share.end * few::kRows, N) - first_row};
     const unsigned address = opaque(smem_address(memory));
     few::Product<SIZES, Rows> product(address, address + SIZES::kBytes, x, M, K, rows);
     product.begin();
@@ -74,8 +74,7 @@ __device__ __forceinline__ void linear(const unsigned short* x,
         product.for_each(num, [&](int block, int row, int token) {
             const int n = first_row + (first + block) * few::kRows + row;
             if (n >= N || token >= M) return;
-            float sum = product.sum(block, row, token);
-            if constexpr (SIZES::kIsE4m3) sum *= scale[n];
+            float sum = Weight::scaled(product.sum(block, row, token), scale, n);
             const bool is_early = early.is_of(first + block, token);
             if (bias) sum += is_early ? early.bias : bf16_value(bias[n]);
             const long long at = static_cast<long long>(token) * N + n;
@@ -92,12 +91,12 @@ __device__ __forceinline__ void linear(const unsigned short* x,
 
 }  // namespace
 
-#define TWELL_FEW_LINEAR(name, bytes, ...)                                                      \
+#define TWELL_FEW_LINEAR(name, Weight, ...)                                                     \
     extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                              \
-        name(const unsigned short* x, const few::Weight<bytes>* weight,                         \
+        name(const unsigned short* x, const Weight::Memory* weight,                             \
              const unsigned short* bias, const unsigned short* residual, int M, int N, int K,   \
              unsigned short* y, float* y32, const float* scale) {                               \
-        linear<few::Sizes<bytes, __VA_ARGS__>>(x, weight, bias, residual, M, N, K, y, y32, scale); \
+        linear<few::Sizes<Weight, __VA_ARGS__>>(x, weight, bias, residual, M, N, K, y, y32, scale); \
     }
 
 TWELL_ENTRIES(TWELL_FEW_LINEAR)

@@ -10,14 +10,15 @@
 // A row of a slab is 64 HALVES bytes in a stage, and as many that are asked of L2 at once: 128 are
 // worth it, for L2 takes so many requests a clock, whatever their size. Lane 4 g + t of the mma
 // reads 16 bytes of row g: thread t of a quad has columns 8 t to 8 t + 7 of a half (16 t to 16 t +
-// 15 of e4m3), which are not those that the mma names, but a and b agree. The halves of odd rows
-// are exchanged: so the lanes of two neighbouring rows read from all banks. Rows of x beside e4m3
-// are twice as long, and of odd ones each two neighbouring 16 bytes are exchanged instead.
+// 15 of weights of 8 bits), which are not those that the mma names, but a and b agree. The halves of
+// odd rows are exchanged: so the lanes of two neighbouring rows read from all banks. Rows of x are
+// longer than those of weights of fewer bits than 16, and of odd ones each two neighbouring 16 bytes
+// are exchanged instead.
 //
-// e4m3 weights become bf16 in registers, exactly; their scales are for whoever takes the sums. That
-// takes five instructions for two of them. f16 would take one, but has too little range for x. So
-// of one octet that stays each warp makes its part of each row f16, times a power of two
-// (tile/halves.cuh). The sums get the power back.
+// Such weights become bf16 in registers, exactly (tile/weights.cuh); scales of rows are for whoever
+// takes the sums. e4m3 takes five instructions for two weights. f16 would take one, but has too
+// little range for x. So of one octet that stays each warp makes its part of each row f16, times a
+// power of two (tile/halves.cuh). The sums get the power back.
 //
 // The product may start before the kernel in front of it has ended (ptx/pdl.cuh): weights do not
 // depend on it, x does.
@@ -32,9 +33,9 @@
 #include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 #include "tile/bf16.cuh"
-#include "tile/e4m3.cuh"
 #include "tile/few_sizes.cuh"
 #include "tile/halves.cuh"
+#include "tile/weights.cuh"
 
 // A bf16 value that the previous kernel wrote.
 __device__ __forceinline__ float written_value(const unsigned short* from) {
@@ -61,14 +62,14 @@ class Product {
     // `memory`: of the stages and sums; `x_memory`: of x, if it stays.
     __device__ __forceinline__ Product(unsigned memory, unsigned x_memory, const unsigned short* x,
                                        int M, int K, const Rows& rows)
-        : rows_(rows), M_(M), num_blocks_(rows.num_blocks()), row_bytes_(sizeof(Weight) * K),
+        : rows_(rows), M_(M), num_blocks_(rows.num_blocks()), row_bytes_(Weight::bytes(K)),
           sums_(memory + SIZES::kRingBytes) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
         num_slabs_ = (K / SIZES::kSlab - warp + kWarps - 1) / kWarps;
         copy_row_ = lane / kChunks;
         x_row_ = lane / kXChunks;
-        rows_.weight = opaque(rows.weight + warp * SIZES::kSlab +
-                              lane % kChunks * (16 / static_cast<int>(sizeof(Weight))));
+        rows_.weight = opaque(
+            Weight::at(rows.weight, warp * SIZES::kSlab + lane % kChunks * Weight::kEach));
         x_ = opaque(x + warp * SIZES::kSlab + lane % kXChunks * 8);
         // the halves of odd rows are exchanged
         const int swap_copy = kHalves == 2 ? copy_row_ % 2 * 4 : 0;
@@ -77,9 +78,9 @@ class Product {
         copy_to_ = ring + copy_row_ * kRowBytes + (lane % kChunks ^ swap_copy) * 16;
         read_from_ = ring + g * kRowBytes + (swap_read ^ lane % 4 * 16);
         x_to_ = copy_to_, x_from_ = read_from_;
-        if constexpr (SIZES::kIsE4m3) {
+        if constexpr (SIZES::kWider > 1) {
             x_to_ = ring + x_row_ * kXRowBytes + (lane % kXChunks ^ x_row_ % 2) * 16;
-            x_from_ = ring + g * kXRowBytes + (lane % 4 * 2 ^ g % 2) * 16;
+            x_from_ = ring + g * kXRowBytes + (lane % 4 * SIZES::kWider ^ g % 2) * 16;
         }
         if constexpr (SIZES::kStays) {
             const unsigned bytes = SIZES::most_slabs(K) * M * kXRowBytes + SIZES::kScaleBytes;
@@ -231,7 +232,7 @@ class Product {
 
     __device__ __forceinline__ void bring_rows(const Step& step) const {
         const unsigned to = copy_to_ + step.stage * SIZES::kStageBytes;
-        const Weight* from = rows_.weight + step.slab * kSlabStep;
+        const typename Weight::Memory* from = rows_.weight + step.slab * kSlabStep;
         const int first = step.first * kRows + copy_row_;
 #pragma unroll
         for (int i = 0; i < 2 * kAtOnce * 8; i += kRowsAtOnce)
@@ -265,28 +266,26 @@ class Product {
                 low[i] = load_shared(from + 2 * i * SIZES::kPieceBytes);
                 high[i] = load_shared(from + (2 * i + 1) * SIZES::kPieceBytes);
             }
-            if constexpr (SIZES::kIsE4m3) {
-                // 8 of the 16 columns at a time
+            // 8 of a lane's columns at a time
 #pragma unroll
-                for (int part = 0; part < 2; ++part) {
-                    uint4 lower[kAtOnce], upper[kAtOnce];
+            for (int part = 0; part < Weight::kEights; ++part) {
+                uint4 lower[kAtOnce], upper[kAtOnce];
 #pragma unroll
-                    for (int i = 0; i < kAtOnce; ++i) {
-                        lower[i] = widened(low[i], part);
-                        upper[i] = widened(high[i], part);
-                    }
-                    multiply_octets(sums, lower, upper, stage, slab, half, part, num);
+                for (int i = 0; i < kAtOnce; ++i) {
+                    lower[i] = eight_of(low[i], part);
+                    upper[i] = eight_of(high[i], part);
                 }
-            } else {
-                multiply_octets(sums, low, high, stage, slab, half, 0, num);
+                multiply_octets(sums, lower, upper, stage, slab, half, part, num);
             }
         }
     }
 
-    // Eight of the e4m3 values, as what x is.
-    __device__ __forceinline__ static uint4 widened(const uint4& sixteen, int part) {
-        const unsigned first = part ? sixteen.z : sixteen.x, second = part ? sixteen.w : sixteen.y;
-        return SIZES::kInF16 ? e4m3_as_f16(first, second) : e4m3_as_bf16(first, second);
+    // Eight of the weights in 16 bytes, as what x is.
+    __device__ __forceinline__ static uint4 eight_of(const uint4& chunk, int part) {
+        if constexpr (SIZES::kInF16)
+            return Weight::as_f16(chunk, part);
+        else
+            return Weight::as_bf16(chunk, part);
     }
 
     __device__ __forceinline__ void multiply_octets(float (&sums)[kAtOnce][kOctets][4],
@@ -318,8 +317,9 @@ class Product {
     // Where the lane reads 8 columns of x.
     __device__ __forceinline__ unsigned x_at(int octet, int stage, int slab, int half,
                                              int part) const {
-        const unsigned from = SIZES::kIsE4m3 ? (x_from_ ^ part * 16) + half * 128
-                                             : read_from_ ^ half * 64;
+        const unsigned from = SIZES::kWider > 1
+                                  ? (x_from_ ^ part * 16) + half * (64 * SIZES::kWider)
+                                  : read_from_ ^ half * 64;
         return SIZES::kStays ? from + read_x_[octet] + slab * M_ * kXRowBytes
                              : from + stage * SIZES::kStageBytes +
                                    2 * kAtOnce * SIZES::kPieceBytes + octet * SIZES::kXPieceBytes;

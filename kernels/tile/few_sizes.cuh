@@ -5,6 +5,7 @@
 #include "spec.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/shared.cuh"
+#include "tile/weights.cuh"
 
 namespace few {
 
@@ -14,39 +15,27 @@ constexpr int kOctet = 8;        // tokens
 constexpr int kHalfBytes = 512;  // of 8 rows of half a slab of weights
 constexpr int kBlockSums = kRows * kOctet;
 
-template <int BYTES>
-struct WeightOf;
-template <>
-struct WeightOf<1> {
-    using Type = unsigned char;  // e4m3
-};
-template <>
-struct WeightOf<2> {
-    using Type = unsigned short;  // bf16
-};
-template <int BYTES>
-using Weight = typename WeightOf<BYTES>::Type;
-
-// What a kernel is built for: bytes of a weight, octets of tokens, row blocks in a pass, passes
+// What a kernel is built for: kind of weights, octets of tokens, row blocks in a pass, passes
 // between two times that the warps' sums are added up, stages of a warp, halves of a slab. Where
 // STAYS, x stays in shared memory, each warp's slabs in a place of their own, behind all else; else
 // it comes with the weights, again in each pass.
-template <int BYTES, int OCTETS, bool STAYS, int AT_ONCE, int PASSES, int STAGES, int HALVES>
+template <class WEIGHT, int OCTETS, bool STAYS, int AT_ONCE, int PASSES, int STAGES, int HALVES>
 struct Sizes {
-    using Weight = few::Weight<BYTES>;
-    static constexpr bool kIsE4m3 = BYTES == 1;
+    using Weight = WEIGHT;
+    static constexpr bool kMayBeF16 = WEIGHT::kInF16 && STAYS && OCTETS == 1;
 #if __CUDA_ARCH__ >= 890
-    static constexpr bool kInF16 = kIsE4m3 && STAYS && OCTETS == 1;
+    static constexpr bool kInF16 = kMayBeF16;
 #else
     static constexpr bool kInF16 = false;
 #endif
     // of a warp: what its rows of x were multiplied by
-    static constexpr int kScaleBytes = kIsE4m3 && STAYS && OCTETS == 1 ? 4 * kOctet : 0;
-    static constexpr int kWider = 2 / BYTES;  // x is, than weights
+    static constexpr int kScaleBytes = kMayBeF16 ? 4 * kOctet : 0;
+    static constexpr int kWider = WEIGHT::kEights;  // x is, than weights
     static constexpr bool kStays = STAYS;
     static constexpr int kOctets = OCTETS, kAtOnce = AT_ONCE, kPasses = PASSES;
     static constexpr int kStages = STAGES, kHalves = HALVES;
-    static constexpr int kSlab = HALVES * (kHalfBytes / 8 / BYTES);
+    static constexpr int kSlab = HALVES * (kHalfBytes / 8 * 8 / WEIGHT::kBits);
+    static_assert(WEIGHT::kMultiple % kSlab == 0, "rows are whole slabs");
     static constexpr int kPieceBytes = HALVES * kHalfBytes;  // of 8 rows of a slab
     static constexpr int kXPieceBytes = kWider * kPieceBytes;
     static constexpr int kStageBytes =
@@ -71,14 +60,15 @@ __device__ __forceinline__ int place_of_sum(int row, int token) {
 // The first `num` rows of a weight [., K].
 template <class Weight>
 struct FirstRows {
-    const Weight* weight;
+    using Memory = typename Weight::Memory;
+    const Memory* weight;
     int num;
 
     __device__ __forceinline__ int num_blocks() const { return (num + kRows - 1) / kRows; }
     __device__ __forceinline__ bool has(int i) const { return i < num; }
 
     // Row i, in the column of `from` in the first one.
-    __device__ __forceinline__ const void* row(const Weight* from, int i,
+    __device__ __forceinline__ const void* row(const Memory* from, int i,
                                                unsigned row_bytes) const {
         return offset_by(from, i, row_bytes);
     }
@@ -87,14 +77,15 @@ struct FirstRows {
 // `num` rows of a weight by a list of bytes in shared memory.
 template <class Weight>
 struct ListedRows {
-    const Weight* weight;
+    using Memory = typename Weight::Memory;
+    const Memory* weight;
     int num;
     unsigned list;
 
     __device__ __forceinline__ int num_blocks() const { return (num + kRows - 1) / kRows; }
     __device__ __forceinline__ bool has(int i) const { return i < num; }
 
-    __device__ __forceinline__ const void* row(const Weight* from, int i,
+    __device__ __forceinline__ const void* row(const Memory* from, int i,
                                                unsigned row_bytes) const {
         return offset_by(from, load_shared_byte(list + i), row_bytes);
     }

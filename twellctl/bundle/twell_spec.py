@@ -243,15 +243,15 @@ STEP_RING_KB = 192  # kilobytes of weights that a block holds, at most
 STEP_AHEAD = {(1536, "e4m3"): 64}
 
 
-def _step_numbers(source: str) -> dict[str, int]:
-    """What one of the steps is built for."""
+def _step_numbers(source: str) -> dict[str, int | str]:
+    """What one of the steps is built for; a name is that of a struct."""
     for (K, kind), (name, _) in _STEPS.items():
         if source == name:
             quads, rows = MOST_OF_BLOCK[K]
             ahead = {"STEP_AHEAD_KB": STEP_AHEAD.get((K, kind), 32)}
             most = {"STEP_OWN_QUADS": quads, "STEP_MOST_ROWS": rows}
             most["STEP_MOST_DIM"] = max(STEP_HEAD_DIMS[K])
-            return {"STEP_K": K, "STEP_WEIGHT_BYTES": KINDS[kind].bits // 8} | ahead | most
+            return {"STEP_K": K, "STEP_WEIGHT": KINDS[kind].struct} | ahead | most
     return {}
 
 
@@ -297,7 +297,7 @@ def _of_few(family: str, kind: str, capability: Capability) -> Entries:
         entries = few_down_entries(capability, kind)
     else:
         entries = few_entries(family, capability, kind)
-    return {name: (KINDS[kind].bits // 8, *sizes[1:]) for name, sizes in entries.items()}
+    return {name: (KINDS[kind].struct, *sizes[1:]) for name, sizes in entries.items()}
 
 
 # the same whose entries differ from GPU to GPU
@@ -365,17 +365,24 @@ def entries_of(source: str, capability: Capability) -> dict[str, Arguments]:
 def spec(source: str, files: Mapping[str, bytes], arch: str) -> bytes:
     """What "spec.cuh" is when `source` is compiled for `arch` ("sm_90a").
 
-    `files` are the source and its headers: the numbers that they name as `spec::NAME` are given.
+    `files` are the source and its headers: what they name as `spec::NAME` is given, numbers and
+    structs.
     KeyError for one that is not declared here.
     """
     number = int(arch.removeprefix("sm_").rstrip("af"))
     capability = number // 10, number % 10
     known = NUMBERS | _step_numbers(source)
     used = {name.decode() for text in files.values() for name in SPEC_NAME.findall(text)}
-    lines = [f"constexpr int {name} = {known[name]};" for name in sorted(used)]
+    given = {name: known[name] for name in sorted(used)}
+    structs = [f"struct {value};" for value in given.values() if isinstance(value, str)]
+    lines = [
+        f"using {name} = {value};" if isinstance(value, str) else f"constexpr int {name} = {value};"
+        for name, value in given.items()
+    ]
     made = [
         f"make({', '.join([name, *(str(+v) if isinstance(v, int) else v for v in arguments)])})"
         for name, arguments in entries_of(source, capability).items()
     ]
     define = f"#define TWELL_ENTRIES(make) {' '.join(made)}"
-    return "\n".join(["#pragma once", "namespace spec {", *lines, "}", define, ""]).encode()
+    whole = ["#pragma once", *structs, "namespace spec {", *lines, "}", define, ""]
+    return "\n".join(whole).encode()

@@ -1,0 +1,89 @@
+// The kinds of weights: how they lie in memory, and how they become what a product takes.
+//
+// A kernel has one of these structs as a template parameter and knows nothing else of its weights.
+// Another kind is one more struct here, and a row of KINDS in twell_spec.py. Each one has
+//
+//     Memory          what pointers to weights point to
+//     kMultiple       the number of weights in a row is a multiple of this
+//     kInF16          whether it becomes f16 for the mma, where all of x can: x is f16 then, too, times
+//                     a power of two (tile/halves.cuh). Elsewhere it becomes bf16
+//     kRowScales      whether each row has a scale, fp32: `scaled` multiplies the sum of a row by it,
+//                     before a bias is added. Of W_down by rows of neurons there is one for each
+//                     column of y instead, which multiplies the sum over neurons
+//     as_bf16         eight of the weights in 16 bytes, number `part`, as operands of the mma
+//     as_f16          the same, if kInF16
+//     pair            of two units of 16 bits, which are a word, weight `i` of each, as bf16
+//     unpack          all weights in 16 bytes, as floats
+//     Eight, unpack_eight    eight weights; as floats, on Hopper
+//
+// and what OfBits counts.
+#pragma once
+
+#include "ptx/arithmetic.cuh"
+#include "ptx/bf16.cuh"
+#include "ptx/halves.cuh"
+#include "tile/e4m3.cuh"
+#include "tile/eights.cuh"
+#include "tile/halves.cuh"
+
+// What follows from the bits of a weight.
+template <int BITS, class MEMORY>
+struct OfBits {
+    using Memory = MEMORY;
+    static constexpr int kBits = BITS;
+    static constexpr int kEach = 128 / BITS;   // weights in 16 bytes
+    static constexpr int kEights = kEach / 8;  // eights of them: x is so many times as long
+
+    // Of `num` weights that are whole bytes; and where those behind them lie.
+    __device__ static constexpr int bytes(int num) { return num * BITS / 8; }
+    template <class Int>
+    __device__ __forceinline__ static const MEMORY* at(const MEMORY* from, Int num) {
+        constexpr int kInOne = 8 * sizeof(MEMORY) / BITS;
+        return from + num / kInOne;
+    }
+};
+
+struct Bf16 : OfBits<16, unsigned short> {
+    using Eight = uint4;
+    static constexpr int kMultiple = 64;
+    static constexpr bool kInF16 = false, kRowScales = false;
+
+    __device__ __forceinline__ static float scaled(float sum, const float*, int) { return sum; }
+
+    __device__ __forceinline__ static uint4 as_bf16(const uint4& chunk, int) { return chunk; }
+    __device__ __forceinline__ static unsigned pair(unsigned word, int) { return word; }
+
+    __device__ __forceinline__ static void unpack(const uint4& chunk, float (&values)[8]) {
+        ::unpack(chunk, values);
+    }
+    __device__ __forceinline__ static void unpack_eight(const uint4& eight, float (&values)[8]) {
+        ::unpack(eight, values);
+    }
+};
+
+struct E4m3 : OfBits<8, unsigned char> {
+    using Eight = uint2;
+    static constexpr int kMultiple = 128;
+    static constexpr bool kInF16 = true, kRowScales = true;
+
+    __device__ __forceinline__ static float scaled(float sum, const float* scales, int row) {
+        return sum * scales[row];
+    }
+
+    __device__ __forceinline__ static uint4 as_bf16(const uint4& chunk, int part) {
+        return e4m3_as_bf16(part ? chunk.z : chunk.x, part ? chunk.w : chunk.y);
+    }
+    __device__ __forceinline__ static uint4 as_f16(const uint4& chunk, int part) {
+        return e4m3_as_f16(part ? chunk.z : chunk.x, part ? chunk.w : chunk.y);
+    }
+    __device__ __forceinline__ static unsigned pair(unsigned word, int i) {
+        return e4m3_pair(word, i, 2 + i);
+    }
+
+    __device__ __forceinline__ static void unpack(const uint4& chunk, float (&values)[16]) {
+        ::unpack(chunk, values);
+    }
+    __device__ __forceinline__ static void unpack_eight(const uint2& eight, float (&values)[8]) {
+        unpack_f16(e4m3_as_f16(eight.x, eight.y), values);
+    }
+};
