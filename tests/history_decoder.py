@@ -28,46 +28,50 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 class HistoryDecoder:
-    """A `Decoder` on the CPU; `calls` tells its prefills (start, end of each) and steps (rows)."""
+    """A `Decoder` on the CPU; `calls` has its passes: ("step", rows) with one token a row, and
+    ("prefill", start and end of each row) with more, or of which no logits are wanted."""
 
     device = torch.device("cpu")
     vocab_size = VOCAB
     context = 1024
     neurons, mapped = (4, 8), 0
     kernels = None
-    page_bytes = 4 * PAGE
+    shapes = ()
     max_rows = None
     prefill_chunk = 100
     capturable = False
 
-    def __init__(self):
+    def __init__(self, num_pages: int = 40):
         self.calls: list[tuple] = []
-
-    def open_cache(self, num_pages: int) -> None:
         self.cache = torch.full((num_pages, PAGE), -1)
+
+    def attach(self, cache) -> None:
+        """It has a cache of its own."""
 
     def widths(self, max_pages: int) -> list[int]:
         return sorted({1, max_pages})
 
-    def prefill(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        assert tokens.numel() <= self.prefill_chunk
-        starts = positions.masked_fill(positions < 0, self.context).amin(1).tolist()
-        ends = (positions[:, -1] + 1).tolist()
-        self.calls.append(
-            ("prefill", *(at for span in zip(starts, ends, strict=True) for at in span))
-        )
-        for row, position in (positions >= 0).nonzero().tolist():
-            self._write(tables[row], int(positions[row, position]), int(tokens[row, position]))
-        logits = [self._logits(table, end) for table, end in zip(tables, ends, strict=True)]
-        return torch.stack(logits), FIRED.expand(2, len(tokens))
-
-    def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        self.calls.append(("step", len(tokens)))
-        for table, position, token in zip(tables, positions.tolist(), tokens, strict=True):
-            self._write(table, position, int(token))
-        lengths = (positions + 1).tolist()
-        logits = [self._logits(t, n) for t, n in zip(tables, lengths, strict=True)]
-        return torch.stack(logits), FIRED.expand(2, len(tokens))
+    def run(
+        self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        (B, Q), ends = tokens.shape, (positions[:, -1] + 1).tolist()
+        if Q == 1 and last == 1:
+            self.calls.append(("step", B))
+        else:
+            assert tokens.numel() <= self.prefill_chunk
+            starts = positions.masked_fill(positions < 0, self.context).amin(1).tolist()
+            spans = zip(starts, ends, strict=True)
+            self.calls.append(("prefill", *(at for span in spans for at in span)))
+        for row, place in (positions >= 0).nonzero().tolist():
+            self._write(tables[row], int(positions[row, place]), int(tokens[row, place]))
+        logits = [
+            self._logits(table, end - last + 1 + i)
+            for table, end in zip(tables, ends, strict=True)
+            for i in range(last)
+        ]
+        size = (B, last, VOCAB)
+        made = torch.stack(logits).view(size) if logits else torch.empty(size)
+        return made, FIRED[..., None].expand(2, B, last)
 
     def _write(self, table: Tensor, position: int, token: int) -> None:
         self.cache[table[position // PAGE], position % PAGE] = token

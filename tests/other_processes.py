@@ -14,8 +14,13 @@ from typing import Any
 
 # code in front of a command whose answers are to take long
 SLOW_STEPS = """
-from twellctl.decoding.hf_decoder import HFDecoder
-HFDecoder.step = lambda *inputs, step=HFDecoder.step: time.sleep(0.1) or step(*inputs)
+from twellctl.decoding.torch_decoder import TorchDecoder
+
+def slow(*inputs, run=TorchDecoder.run, **how):
+    time.sleep(0.1)
+    return run(*inputs, **how)
+
+TorchDecoder.run = slow
 """
 
 

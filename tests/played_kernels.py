@@ -74,31 +74,35 @@ def embed_norm(kernels, tokens, table, weight, eps, counts, *, scale) -> tuple[T
 
 
 def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> Tensor:
-    assert len(qkv) == plan.B
+    assert len(qkv) == len(positions) == len(tables) == plan.B * plan.queries
     assert workspace.parts.numel() >= plan.num_parts
     assert workspace.tickets.numel() >= plan.num_tickets
     q, k, v = qkv.unflatten(1, (-1, plan.D)).split((plan.H, plan.Hkv, plan.Hkv), 1)
     if layer.q_norm is not None:
         weights = layer.q_norm[: plan.D], layer.k_norm[: plan.D]
         q, k = (norm(of, weight, layer.eps) for of, weight in zip((q, k), weights, strict=True))
-    angles = tuple(table[positions.long(), : plan.D] for table in (rotary.cos, rotary.sin))
+    angles = tuple(
+        table[positions.clamp(min=0).long(), : plan.D] for table in (rotary.cos, rotary.sin)
+    )
     q, k = (rotated(heads, angles, rotary.turned) for heads in (q, k))
-    rows = []
-    for row, position in enumerate(positions.tolist()):
-        page, slot = int(tables[row, position // PAGE]), position % PAGE
-        cached = layer.keys[..., : plan.D], layer.values[..., : plan.D]
-        cached[0][page, :, slot], cached[1][page, :, slot] = k[row], v[row]
+    cached = layer.keys[..., : plan.D], layer.values[..., : plan.D]
+    for token, position in enumerate(positions.tolist()):
+        if position >= 0:
+            page, slot = int(tables[token, position // PAGE]), position % PAGE
+            cached[0][page, :, slot], cached[1][page, :, slot] = k[token], v[token]
+    tokens = []
+    for token, position in enumerate(positions.clamp(min=0).tolist()):
         start = max(0, position + 1 - layer.window) if layer.window else 0
         keys, values = (
-            pages[tables[row].long()].transpose(0, 1).flatten(1, 2)[:, start : position + 1]
+            pages[tables[token].long()].transpose(0, 1).flatten(1, 2)[:, start : position + 1]
             for pages in cached
         )
-        ours = q[row].unflatten(0, (plan.Hkv, -1))
+        ours = q[token].unflatten(0, (plan.Hkv, -1))
         scores = torch.einsum("gsd,gpd->gsp", ours, keys) * layer.scale
         if layer.cap:
             scores = layer.cap * (scores / layer.cap).tanh()
-        rows.append(torch.einsum("gsp,gpd->gsd", scores.softmax(-1), values).flatten())
-    return torch.stack(rows)
+        tokens.append(torch.einsum("gsp,gpd->gsd", scores.softmax(-1), values).flatten())
+    return torch.stack(tokens)
 
 
 def linear(kernels, limits, x, weight, bias=None, *, residual=None, **how) -> Tensor:

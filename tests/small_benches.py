@@ -5,7 +5,7 @@ from shapes import TINY_CONFIG
 
 from twellctl.bench.decode_results import DecodeForm
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
-from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.torch_decoder import TorchDecoder
 
 TINY_STEPS = {
     "batches": (1, 3),
@@ -18,7 +18,7 @@ TINY_STEPS = {
 NO_FP8 = "FP8 products need an NVIDIA GPU of compute capability 8.9 or newer"
 
 
-class BothForms(HFDecoder):
+class BothForms(TorchDecoder):
     """Stands in for the decoder over kernels, where there is no GPU."""
 
     @staticmethod

@@ -15,7 +15,8 @@ from twellctl.bench import subject as module
 from twellctl.bench.decode import bench_decode
 from twellctl.bench.random_model import make_model
 from twellctl.bench.settings import DecodeSettings
-from twellctl.decoding.hf_decoder import HFDecoder, LoneDecoder
+from twellctl.decoding.lone_decoder import LoneDecoder
+from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.profile import profile
@@ -121,9 +122,10 @@ def test_a_form_that_chooses_other_tokens_is_reported(cli, both_forms, monkeypat
             super().__init__(model)
             self._sparse = sparse
 
-        def step(self, *inputs):
-            logits, fired = super().step(*inputs)
-            return logits.roll(1, -1) if self._sparse else logits, fired
+        def run(self, tokens, *inputs, **how):
+            logits, fired = super().run(tokens, *inputs, **how)
+            is_wrong = self._sparse and tokens.shape[1] == 1
+            return logits.roll(1, -1) if is_wrong else logits, fired
 
     monkeypatch.setattr(runs, "KernelDecoder", Wrong)
     words = ("--config", TINY_CONFIG, "--prompt-tokens", 16, "--new-tokens", 15, "--batch", 2)
@@ -139,7 +141,7 @@ def test_the_dense_form_may_not_fail(monkeypatch):
     def fail(*inputs, **settings):
         raise ValueError("no such cache\nat all")
 
-    monkeypatch.setattr(HFDecoder, "step", fail)
+    monkeypatch.setattr(TorchDecoder, "run", fail)
     with pytest.raises(TwellError, match="dense failed at batch 1: ValueError: no such cache"):
         bench_decode(DecodeSettings(**TINY))
 
@@ -183,7 +185,7 @@ def test_a_decoder_of_one_sequence_refuses_larger_batches(make_model, text_file,
 
 
 def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(HFDecoder, "prefill_chunk", 16)  # a prompt is read alone
+    monkeypatch.setattr(TorchDecoder, "prefill_chunk", 16)  # a prompt is read alone
     short = tmp_path / "short.txt"
     short.write_text("def f(): pass\n" * 4)
     for settings, sentence in [

@@ -16,13 +16,12 @@ from twellctl.bench.model import bench_model
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.settings import DecodeSettings, ModelSettings
 from twellctl.bench.subject import in_precisions, is_in_fp8
-from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle import twell_fp8
 from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.export import export
 from twellctl.models.checkpoint import open_checkpoint
-from twellctl.models.loading import load_model
+from twellctl.models.loading import load_model, shared_copy
 from twellctl.models.quantised import round_model
 from twellctl.profile import profile
 

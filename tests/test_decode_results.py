@@ -182,9 +182,9 @@ def test_wrong_tokens_are_reported_and_never_break_the_json(shortfall):
 class Slow(HistoryDecoder):
     """A step takes ten milliseconds."""
 
-    def step(self, tokens, positions, tables):
+    def run(self, tokens, positions, tables, last=1):
         time.sleep(0.01)
-        return super().step(tokens, positions, tables)
+        return super().run(tokens, positions, tables, last)
 
 
 @pytest.mark.parametrize("count", [1, 3, 6])

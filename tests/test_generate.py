@@ -180,17 +180,17 @@ def test_chat_without_a_template_is_refused(relu_llama, monkeypatch):
 
 
 def test_a_failure_on_the_way_is_one_line(cli, relu_llama, monkeypatch):
-    from twellctl.decoding.hf_decoder import HFDecoder
+    from twellctl.decoding.torch_decoder import TorchDecoder
 
-    calls, step = [], HFDecoder.step
+    calls, run = [], TorchDecoder.run
 
-    def fail(*inputs):
+    def fail(*inputs, **how):
         calls.append(inputs)
-        if len(calls) > 3:
+        if len(calls) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return step(*inputs)
+        return run(*inputs, **how)
 
-    monkeypatch.setattr(HFDecoder, "step", fail)
+    monkeypatch.setattr(TorchDecoder, "run", fail)
     code, out, err = cli("generate", relu_llama, PROMPT, "--no-chat")
     assert code == 1
     assert out

@@ -10,9 +10,9 @@ from edits import weights_in
 from serving_client import Scripted, get, post, running, serving
 
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.step_end import NO_TOKEN, Record, StepEnd
+from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.export import export
 from twellctl.files.strict_json import parse_json, to_json
 from twellctl.models.checkpoint import open_checkpoint
@@ -56,13 +56,13 @@ def test_the_largest_numbers_are_numbers(relu_llama, tmp_path, dtype):
 @pytest.fixture
 def overflowing(monkeypatch):
     """Weights are finite, what the model computes is not."""
-    forward = HFDecoder.prefill
+    forward = TorchDecoder.run
 
-    def spoilt(self, *inputs):
-        logits, fired = forward(self, *inputs)
+    def spoilt(self, *inputs, **how):
+        logits, fired = forward(self, *inputs, **how)
         return logits * float("nan"), fired
 
-    monkeypatch.setattr(HFDecoder, "prefill", spoilt)
+    monkeypatch.setattr(TorchDecoder, "run", spoilt)
 
 
 def test_profile_says_where_gates_are_no_numbers(relu_llama, text_file, tmp_path, refusal):

@@ -9,11 +9,11 @@ from greedy import greedy
 
 from twellctl.decoding import bulk, opening
 from twellctl.decoding.bulk import Bulk, answers
-from twellctl.decoding.dense_decoder import DenseDecoder
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.hf_decoder import HFDecoder
-from twellctl.decoding.pages import PagePool, RunPool
+from twellctl.decoding.paged_cache import page_bytes
+from twellctl.decoding.pages import PagePool
 from twellctl.decoding.sequence import Sequence
+from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
@@ -59,11 +59,11 @@ def test_answers_are_those_of_generate(opened, tokenizer, family):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", [DenseDecoder, HFDecoder])
-def test_rows_end_and_are_taken_again(with_ends, monkeypatch, kind, late):
+@pytest.mark.parametrize("consecutive", [True, False])
+def test_rows_end_and_are_taken_again(with_ends, monkeypatch, consecutive, late):
     """Also where the host looks at steps when the next ones run already, as on a GPU."""
-    if kind is HFDecoder:
-        monkeypatch.setattr(DenseDecoder, "why_not", lambda model: "not today")
+    if not consecutive:
+        monkeypatch.setattr(bulk, "why_not_consecutive", lambda model: "not today")
     init = bulk.Batch.__init__
 
     def patched(batch, *args):
@@ -75,7 +75,7 @@ def test_rows_end_and_are_taken_again(with_ends, monkeypatch, kind, late):
     assert min(map(len, known.values())) == 1  # one ends at once
     assert run(model, prompts, 20, rows=6) == known
     # of a cache where three rows find room
-    size = kind(model).page_bytes if kind is HFDecoder else HFDecoder(model).page_bytes
+    size = page_bytes(TorchDecoder(model).shapes)
     monkeypatch.setattr(opening, "CPU_CACHE_BYTES", 7 * size)
     assert run(model, prompts, 20, rows=6, longest=128) == known
 
@@ -116,9 +116,10 @@ def test_numbers_that_are_none_end_it(opened, tokenizer):
 
 
 def test_runs_of_pages_are_lent_once():
-    pool, draw, lent = RunPool(200), random.Random(0), []
+    pool, draw, lent = PagePool(200), random.Random(0), []
     for _ in range(2000):
-        if draw.random() < 0.5 and (run := pool.take(draw.randint(1, 20))):
+        if draw.random() < 0.5 and (run := pool.take_run(draw.randint(1, 20))):
+            assert run == list(range(run[0], run[0] + len(run)))
             lent.append(run)
         elif lent:
             pool.give_back(lent.pop(draw.randrange(len(lent))))
@@ -127,7 +128,7 @@ def test_runs_of_pages_are_lent_once():
         assert not taken or 0 < min(taken) <= max(taken) < 200
     for run in lent:
         pool.give_back(run)
-    assert pool.take(199) == range(1, 200)
+    assert pool.take_run(199) == list(range(1, 200))
 
 
 @pytest.mark.parametrize("seed", range(5))

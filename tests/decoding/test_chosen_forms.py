@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from attached import attached
 from played_kernels import H200, SIZES, TWELL, Kernels, stand_in
 from torch import Tensor
 
@@ -26,8 +27,7 @@ def kernels(monkeypatch) -> Kernels:
 def forms_of(tiny, densities: list[float] | None, rows: int) -> dict[str, list[str]]:
     model = tiny(**SIZES, intermediate_size=8192)
     model.config.twell = TWELL | ({} if densities is None else {"densities": densities})
-    decoder = KernelDecoder(model)
-    decoder.open_cache(3)
+    decoder = attached(KernelDecoder(model), 3)
     forms = decoder.forms(rows).items()
     return {name: [way.name for way in form.args[0]] for name, form in forms}
 
@@ -67,22 +67,21 @@ def timed(monkeypatch, tmp_path) -> dict[str, float]:
 def open_decoder(tiny, densities: list[float] | None = None) -> KernelDecoder:
     model = tiny(**SIZES)
     model.config.twell = TWELL | ({} if densities is None else {"densities": densities})
-    decoder = KernelDecoder(model)
-    decoder.open_cache(9)
-    return decoder
+    return attached(KernelDecoder(model), 9)
 
 
 def inputs(rows: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     tables = torch.arange(2 * rows, dtype=torch.int32).view(rows, 2) + 1
-    return torch.arange(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32), tables
+    tokens = torch.arange(rows, dtype=torch.int32)[:, None]
+    return tokens, torch.zeros_like(tokens), tables
 
 
 @torch.inference_mode()
 def way_of_step(decoder: KernelDecoder, kernels: Kernels) -> str:
     """By which both layers of a step of 4 rows go, once what is measured was."""
-    decoder.step(*inputs())
+    decoder.run(*inputs())
     kernels.taken.clear()
-    decoder.step(*inputs())
+    decoder.run(*inputs())
     (first, second) = kernels.taken
     assert first == second
     return first
@@ -109,7 +108,7 @@ def test_the_fastest_form_is_measured_once_and_kept(tiny, timed, kernels):
     profiled = open_decoder(tiny, [0.01, 0.01])  # another density
     assert way_of_step(profiled, kernels) == "pairs"
     assert len(timed.measured) == 2
-    profiled.step(*inputs(3))
+    profiled.run(*inputs(3))
     assert timed.measured[2:] == [["union", "dense"]]
     assert [profiled.chosen(rows) for rows in (2, 3, 4, 5)] == ["union", "union", "pairs", None]
 

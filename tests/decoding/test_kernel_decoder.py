@@ -1,19 +1,22 @@
 """The decoder over kernels with plain PyTorch in their place: what it hands to them, on a CPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from attached import attached
 from compiled import EVERY_CASE
 from greedy import run_all
 from played_kernels import H200, SIZES, TWELL, Kernels, stand_in
 from torch import nn
 from transformers import PreTrainedModel
 
-from twellctl.bundle.twell_model import use_kernels
 from twellctl.decoding import kernel_fit as module
-from twellctl.decoding.attention import plan_attend
+from twellctl.decoding.attention import MOST_QUERIES, plan_attend
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.kernel_decoder import KernelDecoder, _with_rows_behind
+from twellctl.decoding.kernel_decoder import KernelDecoder, _put_rows_behind
 from twellctl.decoding.opening import SLOW, open_scheduler, told_of_decoder
+from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import PAGE
 from twellctl.models.quantised import round_model
 
@@ -101,8 +104,10 @@ def test_with_another_activation_than_relu(tiny, generated, family, changes):
     prompts = [[1 + row, 7, 400 - row] for row in range(100)]
     known = [generated(model, prompt, 6) for prompt in prompts[::11]]
     decoder, rows = KernelDecoder(model), []
-    step = decoder.step
-    decoder.step = lambda *inputs: rows.append(len(inputs[0])) or step(*inputs)
+    run = decoder.run
+    decoder.run = lambda tokens, *inputs, **how: (
+        rows.append(len(tokens)) or run(tokens, *inputs, **how)
+    )
     scheduler = open_scheduler(model, max_running=100, decoder=decoder)
     found, tokens = run_all(scheduler, prompts, Sampling(6, 0, densities=True))
     assert found[::11] == known
@@ -134,33 +139,97 @@ def test_there_is_room_for_the_parts_of_any_number_of_rows(tiny, heads):
     sizes = {"hidden_size": 64 * H, "num_attention_heads": H, "num_key_value_heads": Hkv}
     decoder = KernelDecoder(tiny(**sizes, head_dim=64, max_position_embeddings=2048))
     assert decoder.max_rows == 64
-    with torch.inference_mode():
-        decoder.open_cache(33)
+    attached(decoder, 33)
     for B in range(1, 65):
         for width in decoder.widths(32):
-            plan = plan_attend(B, H, Hkv, 64, width * PAGE, H200.num_sms)
-            assert decoder._workspace.parts.numel() >= plan.num_parts, (B, width)
-            assert decoder._workspace.tickets.numel() >= plan.num_tickets, (B, width)
+            for queries in range(1, min(MOST_QUERIES, 64 // B) + 1):
+                plan = plan_attend(B, H, Hkv, 64, width * PAGE, H200.num_sms, queries)
+                assert decoder._workspace.parts.numel() >= plan.num_parts, (B, width)
+                assert decoder._workspace.tickets.numel() >= plan.num_tickets, (B, width)
 
 
 def test_a_head_gets_rows_behind_it_once(tiny):
     head = tiny(vocab_size=515, tie_word_embeddings=True).lm_head.weight
     before = head.detach().clone()
-    assert _with_rows_behind(head) is head
+    _put_rows_behind(head)
     place = head.data_ptr()
     assert head.untyped_storage().nbytes() == 516 * 32 * 4
-    assert torch.equal(_with_rows_behind(head), before)
+    _put_rows_behind(head)
+    assert torch.equal(head, before)
     assert head.data_ptr() == place
 
 
-def test_the_dense_form_of_a_model_over_twell_is_refused(tiny):
-    model = tiny(**SIZES)
-    model.config.twell = TWELL
-    KernelDecoder(model, sparse=False)
-    KernelDecoder(model)
-    use_kernels(model, "sources")  # here are none to register
-    with pytest.raises(ValueError, match="make its dense form before"):
-        KernelDecoder(model, sparse=False)
+@torch.inference_mode()
+def passes(decoder: KernelDecoder, tables: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The logits of a prompt of two rows, of steps, and of some tokens to verify."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 512, (2, 80), generator=draw, dtype=torch.int32)
+    positions = torch.arange(80, dtype=torch.int32).repeat(2, 1)
+    for first, end, last in ((0, 62, 1), (62, 63, 1), (63, 64, 1), (64, 80, 16)):
+        inputs = tokens[:, first:end], positions[:, first:end], tables
+        yield decoder.run(*inputs, last=last)[0].clone()
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["dense first", "sparse first"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_two_decoders_over_one_model_and_one_cache(tiny, family, first):
+    """Each gives what it gives alone, by turns with the other one; the model is as it was."""
+    sizes = SIZES | ({"hidden_size": 256} if family == "phi3" else {})
+
+    def opened() -> PreTrainedModel:
+        model = tiny(family, **sizes)
+        model.config.twell = TWELL
+        return model
+
+    tables = {True: torch.tensor([[1, 2], [3, 4]]), False: torch.tensor([[8, 7], [6, 5]])}
+    known = {
+        sparse: list(passes(attached(KernelDecoder(opened(), sparse), 9), tables[sparse]))
+        for sparse in tables
+    }
+    model = opened()
+    kept = {name: part.clone() for name, part in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    decoders = {sparse: KernelDecoder(model, sparse) for sparse in (first, not first)}
+    cache = PagedCache(decoders[True].shapes, 9, model.device)
+    for decoder in decoders.values():
+        decoder.attach(cache)
+    runs = [passes(decoders[sparse], tables[sparse]) for sparse in (True, False)]
+    turns = zip(*runs, strict=True)
+    for (sparse, dense), *wanted in zip(turns, known[True], known[False], strict=True):
+        assert torch.equal(sparse, wanted[0])
+        assert torch.equal(dense, wanted[1])
+    assert [type(module) for module in model.modules()] == classes
+    assert all(torch.equal(part, kept[name]) for name, part in model.state_dict().items())
+
+
+def test_a_cache_of_another_model_is_refused(tiny):
+    decoder, other = (KernelDecoder(tiny(**SIZES, num_key_value_heads=n)) for n in (2, 4))
+    cache = PagedCache(other.shapes, 3, decoder.device)
+    with pytest.raises(ValueError, match="layers of other shapes"):
+        decoder.attach(cache)
+    with pytest.raises(ValueError, match="by_tokens=False"):
+        decoder.attach(PagedCache(decoder.shapes, 3, decoder.device, by_tokens=True))
+
+
+@pytest.mark.parametrize("case", ["llama", "normed heads of 36", "gemma2", "exaone4"])
+@torch.inference_mode()
+def test_tokens_to_verify_get_the_logits_of_the_model(tiny, case):
+    family, changes = CASES[case]
+    model = tiny(family, **SIZES | changes)
+    decoder = attached(KernelDecoder(model), 9)
+    tokens = torch.randint(1, 500, (3, 80), dtype=torch.int32)
+    positions = torch.arange(80, dtype=torch.int32).repeat(3, 1)
+    tables = torch.tensor([[1, 2], [5, 3], [7, 6]], dtype=torch.int32)
+    known = model(tokens.long()).logits
+    decoder.run(tokens[:, :60], positions[:, :60], tables, last=0)
+    places = positions[:, 60:76].clone()
+    places[1, :5] = -1  # a row with fewer tokens than the others
+    tokens[1, 60:76], places[1, 5:] = tokens[1, 55:71].clone(), positions[1, 60:71]
+    logits, fired = decoder.run(tokens[:, 60:76], places, tables, last=16)
+    assert fired.shape == (2, 3, 16)
+    for row, columns in ((0, slice(60, 76)), (2, slice(60, 76)), (1, slice(60, 71))):
+        found = logits[row, 16 - (columns.stop - columns.start) :]
+        torch.testing.assert_close(found, known[row, columns], rtol=1e-4, atol=1e-4)
 
 
 # ---- what it does not take ----
@@ -233,11 +302,9 @@ def test_scales_of_another_dtype_are_refused(tiny, as_on_a_gpu):
 
 def test_fused_weights_are_not_copied(tiny):
     model = tiny("phi3", hidden_size=256)
-    decoder = KernelDecoder(model)
-    with torch.inference_mode():
-        decoder.open_cache(3)
+    decoder = attached(KernelDecoder(model), 3)
     for layer, made in zip(model.model.layers, decoder._layers, strict=True):
-        assert made.qkv.weight is layer.self_attn.qkv_proj.weight
+        assert made.qkv.weight.data_ptr() == layer.self_attn.qkv_proj.weight.data_ptr()
         fused = layer.mlp.gate_up_proj.weight
         start, halves = fused.data_ptr(), (made.ffn.w_gate, made.ffn.w_up)
         assert [half.data_ptr() - start for half in halves] == [0, fused.nbytes // 2]

@@ -30,7 +30,7 @@ def reads_late(request, monkeypatch) -> bool:
 
 
 def scheduler_of(decoder=None, num_pages=40, max_running=4, eos=frozenset()) -> Scheduler:
-    return Scheduler(decoder or HistoryDecoder(), num_pages, max_running, eos)
+    return Scheduler(decoder or HistoryDecoder(num_pages), num_pages, max_running, eos)
 
 
 def all_of(scheduler: Scheduler, sequences: list[Sequence]) -> dict[Sequence, list]:
@@ -259,22 +259,18 @@ def test_run_leaves_nothing_behind_when_it_is_left():
 
 
 class Failing(HistoryDecoder):
-    """Fails where told: `prefill` for prompts that hold token 200, `step` in its `at`-th call."""
+    """Fails where a prompt holds token 200, and in the `at`-th pass with one token a row."""
 
     def __init__(self, error: Exception, at: int = -1):
         super().__init__()
         self.error, self.at = error, at
 
-    def prefill(self, tokens, positions, tables):
-        if (tokens == 200).any():
+    def run(self, tokens, positions, tables, last=1):
+        is_step = tokens.shape[1] == 1
+        self.at -= is_step
+        if self.at == 0 if is_step else (tokens == 200).any():
             raise self.error
-        return super().prefill(tokens, positions, tables)
-
-    def step(self, tokens, positions, tables):
-        self.at -= 1
-        if self.at == 0:
-            raise self.error
-        return super().step(tokens, positions, tables)
+        return super().run(tokens, positions, tables, last)
 
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB")
@@ -324,8 +320,8 @@ def test_a_step_without_memory_fails_the_youngest_only():
     assert_nothing_is_held(scheduler)
 
 
-@pytest.mark.parametrize("method", ["prefill", "step"])
-def test_memory_is_freed_when_nothing_of_the_failure_holds_it(method, monkeypatch):
+@pytest.mark.parametrize("kind", ["prompt", "step"])
+def test_memory_is_freed_when_nothing_of_the_failure_holds_it(kind, monkeypatch):
     """An error that is being handled holds the tensors of its frames."""
 
     class Large:
@@ -333,17 +329,17 @@ def test_memory_is_freed_when_nothing_of_the_failure_holds_it(method, monkeypatc
 
     held, freed = weakref.WeakSet(), []
 
-    def hungry(*inputs):
+    def hungry(*inputs, **how):
         held.add(large := Large())
         raise torch.OutOfMemoryError(f"CUDA out of memory for {large}")
 
     decoder = HistoryDecoder()
     scheduler = scheduler_of(decoder)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(held)))
-    if method == "step":
+    if kind == "step":
         scheduler.add(Sequence([1], GREEDY))
         scheduler.advance()
-    monkeypatch.setattr(decoder, method, hungry)
+    monkeypatch.setattr(decoder, "run", hungry)
     scheduler.add(Sequence([2], GREEDY))
     scheduler.advance()
     assert freed == [0]

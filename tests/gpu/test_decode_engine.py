@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from twellctl.decoding import batch
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.opening import open_engine, open_scheduler
 from twellctl.decoding.sampler import Field, _gumbel, choose, cut
+from twellctl.decoding.torch_decoder import TorchDecoder
 
 pytestmark = pytest.mark.gpu
 PAGE_BYTES = 2 * 64 * 2 * (16 + 16) * 4  # of two layers, two heads of 16, float32
@@ -152,11 +152,11 @@ def generator_kept():
 
 
 def test_what_cannot_be_captured_runs_as_it_is(tiny, prompts, monkeypatch, caplog, generator_kept):
-    class Reading(HFDecoder):
-        def step(self, tokens, positions, tables):
+    class Reading(TorchDecoder):
+        def run(self, tokens, positions, tables, last=1):
             if torch.cuda.is_current_stream_capturing():
                 tokens.sum().item()
-            return super().step(tokens, positions, tables)
+            return super().run(tokens, positions, tables, last)
 
     monkeypatch.undo()
     model = tiny()
@@ -198,14 +198,14 @@ def test_many_clients_some_of_which_leave(tiny, prompts):
 def test_out_of_memory_in_a_prompt_fails_that_one(tiny, prompts):
     model = tiny()
     engine = open_engine(model)
-    prefill = engine._scheduler.decoder.prefill
+    run = engine._scheduler.decoder.run
 
-    def hungry(tokens, positions, tables):
+    def hungry(tokens, positions, tables, last=1):
         if ((positions >= 0).sum(1) == 70).any():
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-        return prefill(tokens, positions, tables)
+        return run(tokens, positions, tables, last)
 
-    engine._scheduler.decoder.prefill = hungry
+    engine._scheduler.decoder.run = hungry
 
     async def ask(prompt: list[int]) -> list[int] | str:
         try:

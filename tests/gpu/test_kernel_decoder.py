@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from attached import attached
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from twellctl.bench.decode_runs import timed_run
@@ -13,6 +14,7 @@ from twellctl.decoding.few_ways import OWN_PRODUCTS
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.kernel_fit import why_not_one_kernel
 from twellctl.decoding.opening import open_scheduler
+from twellctl.decoding.paged_cache import PagedCache
 from twellctl.models.quantised import round_model
 
 pytestmark = pytest.mark.gpu
@@ -174,15 +176,13 @@ def test_steps_over_fp8_weights(family):
     round_model(model)
     judge = dequantised(model)
     assert KernelDecoder.why_not(model) is None
-    decoders = {sparse: KernelDecoder(model, sparse) for sparse in (False, True)}
-    for decoder in decoders.values():
-        decoder.open_cache(40)
+    decoders = {s: attached(KernelDecoder(model, s), 40) for s in (False, True)}
     for B in (1, 3, 16, 17, 64):
-        tokens = torch.randint(1, 1000, (B,), dtype=torch.int32, device="cuda")
+        tokens = torch.randint(1, 1000, (B, 1), dtype=torch.int32, device="cuda")
         pages = torch.arange(1, B + 1, dtype=torch.int32, device="cuda")[:, None] % 39 + 1
         inputs = tokens, torch.zeros_like(tokens), pages
         with torch.inference_mode():
-            wanted = judge(tokens[:, None].long()).logits[:, 0]
+            wanted = judge(tokens.long()).logits[:, 0]
         found = {
             f"{sparse} {name}": form(*inputs)
             for sparse, decoder in decoders.items()
@@ -239,8 +239,7 @@ def test_a_row_alone(family, sparse, weights):
         judge = copy.deepcopy(model).double()
     assert KernelDecoder.why_not(model) is None
     assert why_not_one_kernel(model) is None
-    decoder = KernelDecoder(model, sparse, gates="screened")
-    decoder.open_cache(35)
+    decoder = attached(KernelDecoder(model, sparse, gates="screened"), 35)
     forms = decoder.forms(1)
     wanted = {"one dense kernel", "dense"}
     wanted |= {"one kernel", "union"} if sparse else set()
@@ -251,8 +250,8 @@ def test_a_row_alone(family, sparse, weights):
         table = torch.randperm(34, device="cuda").int()[None] + 1
         positions = torch.arange(length + 1, device="cuda").int()
         with torch.inference_mode():
-            decoder.prefill(ids[:, :-1], positions[None, :-1], table)
-            inputs = ids[0, -1:].int(), positions[-1:], table
+            decoder.run(ids[:, :-1], positions[None, :-1], table, last=0)
+            inputs = ids[:, -1:].int(), positions[None, -1:], table
             found = twice_each(forms, inputs)
             wanted = judge(ids).logits[0, -1:]
         check_forms(found, wanted, counted=sparse)
@@ -269,13 +268,12 @@ def test_a_row_alone_over_fp8_weights_of_any_size(family):
             layer.self_attn.v_proj.weight *= size
             layer.self_attn.o_proj.weight /= size
     round_model(model)
-    judge, decoder = dequantised(model), KernelDecoder(model)
-    decoder.open_cache(3)
-    tokens = torch.tensor([7], dtype=torch.int32, device="cuda")
-    inputs = tokens, torch.zeros_like(tokens), tokens[None] * 0 + 1
+    judge, decoder = dequantised(model), attached(KernelDecoder(model), 3)
+    tokens = torch.tensor([[7]], dtype=torch.int32, device="cuda")
+    inputs = tokens, torch.zeros_like(tokens), tokens * 0 + 1
     with torch.inference_mode():
         found = twice_each(decoder.forms(1), inputs)
-        check_forms(found, judge(tokens[None].long()).logits[:, 0], counted=True)
+        check_forms(found, judge(tokens.long()).logits[:, 0], counted=True)
         for value in (torch.inf, torch.nan):
             model.get_input_embeddings().weight[7, 100] = value
             for name, form in decoder.forms(1).items():
@@ -330,22 +328,99 @@ def test_all_forms_of_a_step_one_by_one(family, M):
     """Each is as near to the model in float64 as the last; a step is one of them."""
     model = make(family)
     judge = copy.deepcopy(model).double()
-    decoder = KernelDecoder(model)
-    decoder.open_cache(M + 1)
+    decoder = attached(KernelDecoder(model), M + 1)
     ids = torch.randint(1, 1000, (M, 34), device="cuda")
     tables = torch.arange(M, device="cuda").int()[:, None] + 1
     positions = torch.arange(34, device="cuda").int().repeat(M, 1)
     with torch.inference_mode():
-        decoder.prefill(ids[:, :-1], positions[:, :-1], tables)
-        inputs = ids[:, -1].int(), positions[:, -1].contiguous(), tables
+        decoder.run(ids[:, :-1], positions[:, :-1], tables, last=0)
+        inputs = ids[:, -1:].int().contiguous(), positions[:, -1:].contiguous(), tables
         forms = decoder.forms(M)
         assert {"union", "dense"} <= forms.keys()
         found = twice_each(forms, inputs)
         check_forms(found, judge(ids).logits[:, -1], counted=True)
-        logits, counts = decoder.step(*inputs)
+        logits, counts = decoder.run(*inputs)
         name = decoder.chosen(M)
-        assert torch.equal(logits, found[name][0])
-        assert torch.equal(counts, found[name][1])
+        assert torch.equal(logits[:, 0], found[name][0])
+        assert torch.equal(counts[..., 0], found[name][1])
+
+
+@pytest.mark.parametrize("Q", [2, 5, 16])
+@pytest.mark.parametrize("form", ["sparse", "dense", "silu"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_tokens_of_a_row_in_one_pass(family, form, Q):
+    """As near to float64 as steps with one token; a row has fewer tokens than the other one."""
+    model = make(family, FAMILIES[family] | {"hidden_act": "silu" if form == "silu" else "relu"})
+    judge = copy.deepcopy(model).double()
+    decoder = attached(KernelDecoder(model, form != "dense"), 9)
+    length = 90
+    ids = torch.randint(1, 1000, (2, length + Q), device="cuda")
+    tables = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device="cuda")
+    positions = torch.arange(length + Q, device="cuda").int().repeat(2, 1)
+    tokens, at = ids[:, length:].int(), positions[:, length:].contiguous()
+    with torch.inference_mode():
+        wanted = judge(ids).logits[:, length:]
+        decoder.run(ids[:, :length], positions[:, :length], tables, last=0)
+        steps = [
+            decoder.run(tokens[:, j : j + 1].contiguous(), at[:, j : j + 1].contiguous(), tables)
+            for j in range(Q)
+        ]
+        usual = (torch.cat([logits for logits, _ in steps], 1) - wanted).abs().max()
+        logits, counts = decoder.run(tokens, at, tables, last=Q)
+        assert (logits - wanted).abs().max() <= max(2 * usual, 0.05)
+        known = torch.cat([fired for _, fired in steps], 2)
+        assert counts.shape == known.shape
+        assert (counts - known).abs().sum() <= 0.02 * known.sum() + 2
+        short, places = torch.zeros_like(tokens), torch.full_like(at, -1)
+        short[0], places[0] = tokens[0], at[0]
+        short[1, 1:], places[1, 1:] = tokens[1, :-1], at[1, :-1]
+        logits, _ = decoder.run(short, places, tables, last=Q)
+        assert (logits[0] - wanted[0]).abs().max() <= max(2 * usual, 0.05)
+        assert (logits[1, 1:] - wanted[1, :-1]).abs().max() <= max(2 * usual, 0.05)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["llama", "one kernel"])
+def test_two_decoders_over_one_model_and_one_cache(kind, weights):
+    """Each gives the bits that it gives alone, in whatever order they are made and used."""
+
+    def opened():
+        if kind == "llama":
+            model = make("llama", {"intermediate_size": 1408})
+        else:
+            model = make_for_one_kernel("llama", 1408)
+        model.config.twell = {"tile": 256, "slots": [64, 64, 64]}
+        if weights == "fp8":
+            round_model(model)
+        return model
+
+    @torch.inference_mode()
+    def passes(decoder, table):
+        ids = torch.arange(1, 101, dtype=torch.int32, device="cuda")[None]
+        at = torch.arange(100, dtype=torch.int32, device="cuda")[None]
+        yield decoder.run(ids[:, :90], at[:, :90], table)[0]
+        yield decoder.run(ids[:, 90:91], at[:, 90:91], table)[0]
+        yield decoder.run(ids[:, 91:96], at[:, 91:96], table, last=5)[0]
+
+    tables = torch.tensor([[[1, 2]], [[3, 4]]], dtype=torch.int32, device="cuda")
+    known = [
+        list(passes(attached(KernelDecoder(opened(), sparse), 5), tables[int(sparse)]))
+        for sparse in (False, True)
+    ]
+    for order in ((False, True), (True, False)):
+        model = opened()
+        kept = {name: part.clone() for name, part in model.state_dict().items()}
+        classes = [type(module) for module in model.modules()]
+        decoders = {sparse: KernelDecoder(model, sparse) for sparse in order}
+        cache = PagedCache(decoders[True].shapes, 5, model.device)
+        for decoder in decoders.values():
+            decoder.attach(cache)
+        runs = [passes(decoders[sparse], tables[int(sparse)]) for sparse in (False, True)]
+        found = list(zip(*zip(*runs, strict=True), strict=True))  # by turns
+        for logits, wanted in zip(found, known, strict=True):
+            assert all(map(torch.equal, logits, wanted))
+        assert [type(module) for module in model.modules()] == classes
+        assert all(torch.equal(part, kept[name]) for name, part in model.state_dict().items())
 
 
 def test_logprobs_and_densities_of_tokens():

@@ -10,6 +10,7 @@ from functools import cached_property
 import pytest
 import torch
 import torch.nn.functional as F
+from attached import attached
 from popular_shapes import SHAPES, Shape
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -165,10 +166,10 @@ def test_the_engine(popular, profiled, monkeypatch):
     decoder, tables = prefilled(model, ids[:, :PROMPT])
     for B in (rows for rows in ROWS if rows <= decoder.max_rows):
         for step in range(STEPS):
-            tokens = ids[:B, PROMPT + step].int()
-            positions = torch.full((B,), PROMPT + step, dtype=torch.int32, device=DEVICE)
-            logits, counts = decoder.step(tokens, positions, tables[:B])
-            times = error(logits, wanted[:B, step]) / error(usual[:, step], wanted[:, step])
+            tokens = ids[:B, PROMPT + step].int()[:, None]
+            positions = torch.full((B, 1), PROMPT + step, dtype=torch.int32, device=DEVICE)
+            logits, counts = decoder.run(tokens, positions, tables[:B])
+            times = error(logits[:, 0], wanted[:B, step]) / error(usual[:, step], wanted[:, step])
             what = f"step {step} of {B} rows of {popular}"
             assert times <= ENGINE, f"{times:.2f} times the error of bf16: {what}"
             share = counts.double().mean().item() / shape.N
@@ -183,11 +184,11 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def prefilled(model: PreTrainedModel, prompts: Tensor) -> tuple[KernelDecoder, Tensor]:
     """A decoder that has read `prompts`, and the tables of their rows."""
     rows, length = prompts.shape
-    decoder, pages = KernelDecoder(model), -(-(length + STEPS) // PAGE)
-    decoder.open_cache(rows * pages + 1)
+    pages = -(-(length + STEPS) // PAGE)
+    decoder = attached(KernelDecoder(model), rows * pages + 1)
     tables = torch.arange(1, rows * pages + 1, dtype=torch.int32, device=DEVICE).view(rows, pages)
     positions = torch.arange(length, dtype=torch.int32, device=DEVICE)
     for some in torch.arange(rows, device=DEVICE).split(8):
         places = positions.expand(len(some), -1).contiguous()
-        decoder.prefill(prompts[some].int(), places, tables[some])
+        decoder.run(prompts[some].int(), places, tables[some], last=0)
     return decoder, tables

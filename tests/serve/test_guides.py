@@ -6,12 +6,13 @@ import json
 import openai
 import pytest
 import torch
+from attached import attached
 from serving_client import chat, complete
 
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
+from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.serving.guides import Guides
@@ -88,7 +89,7 @@ def test_texts_in_a_batch_with_guided_ones_are_unchanged(relu_llama, tokenizer):
     ends = frozenset({tokenizer.eos_token_id})
 
     def written(guided: bool) -> list[list[int]]:
-        scheduler = Scheduler(HFDecoder(model), 9, 4, ends)
+        scheduler = Scheduler(attached(TorchDecoder(model), 9), 9, 4, ends)
         guides = Guides(tokenizer, scheduler.decoder.vocab_size, ends)
         guide = guides.build(guides.grammar(SCHEMA))
         made = [Sequence(prompt, Sampling(40, 0)) for prompt in prompts]

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from twellctl.bench.dense_fp8 import linear_sizes, why_no_dense_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.subject import DTYPE, Precisions
-from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import PAGE
@@ -28,8 +27,10 @@ from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_decoder, open_scheduler
+from twellctl.decoding.paged_cache import page_bytes
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.screening import Screens
+from twellctl.models.loading import shared_copy
 from twellctl.models.quantised import round_model
 
 ENGINE_DENSE, ENGINE_TWELL = "dense", "twell"
@@ -105,7 +106,7 @@ class ModelForm:
             partial(timed_run, scheduler),
             scheduler.max_running,
             warm_up_tokens=None if model.device.type == "cuda" else SHORT_RUN,
-            cache_bytes=scheduler.decoder.page_bytes // PAGE,
+            cache_bytes=page_bytes(scheduler.decoder.shapes) // PAGE,
             # a decoder with one form of its steps has nothing to choose
             chosen=getattr(scheduler.decoder, "chosen", lambda rows: None),
             screens=getattr(scheduler.decoder, "screens", None),

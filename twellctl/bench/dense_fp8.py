@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from twellctl.bench.results import ROW_WISE, TENSOR_WISE
-from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle.twell_fp8 import Fp8Weight, round_rows, round_weight, why_no_products
+from twellctl.models.loading import shared_copy
 
 Rounded = tuple[Tensor, Tensor]  # e4m3 `[M, K]`; float32 `[M, 1]`, or `[1, 1]`: one for all rows
 

@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 from twellctl.bench.device import free_memory
 from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.settings import AnyModel
-from twellctl.bench.twell_side import shared_copy
 from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.models.loading import load_model, load_tokenizer
+from twellctl.models.loading import load_model, load_tokenizer, shared_copy
 from twellctl.models.quantised import expand_model, round_model
 from twellctl.text.blocks import spread_windows, token_stream
 from twellctl.text.reading import read_texts

@@ -1,8 +1,6 @@
 """The TwELL side of a bench: this installation's kernels in a whole model."""
 
 import collections
-import copy
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +11,7 @@ from twellctl.bench.timing import GRAPHS_BELOW
 from twellctl.bundle import twell_ffn, twell_route
 from twellctl.bundle.twell_model import gated_ffns, lay_weights, put_over_twell, use_kernels
 from twellctl.here.own_kernels import own_kernels
+from twellctl.models.loading import shared_copy
 
 
 def why_no_kernels(run: Callable[[], Any], device: torch.device) -> str | None:
@@ -39,12 +38,6 @@ def routes_taken(twin: nn.Module, tokens: int, in_fp8: bool) -> dict[str, int]:
             if of_these and "dense" in kind.ways:  # there are others of the route twell
                 taken[choice.graph if tokens < GRAPHS_BELOW else choice.eager] += 1
     return dict(taken)
-
-
-def shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of the modules that shares all parameters and buffers."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def twell_twin(model: nn.Module, twell: Mapping[str, Any], route: str) -> nn.Module:

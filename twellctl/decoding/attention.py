@@ -292,7 +292,8 @@ def rotary_tables(
 ) -> Rotary:
     """What the model's rotary embedding computes, for heads of D.
 
-    Its angles must depend on the position alone, as those of any model in pages do (hf_decoder.py).
+    Its angles must depend on the position alone, as those of any model in pages do
+    (torch_decoder.py).
     """
     like = torch.empty(1, dtype=torch.bfloat16, device=device)
     positions = torch.arange(num_positions, device=device)[None]

@@ -192,11 +192,11 @@ class Batch:
 
     def _step(self, B: int, W: int, variant: Variant) -> None:
         fields = self._fields[:, :B]
-        inputs = fields[Field.TOKEN], fields[Field.POSITION], self._tables[:B, :W]
-        logits, fired = self.decoder.step(*inputs)
+        tokens, positions = fields[Field.TOKEN, :, None], fields[Field.POSITION, :, None]
+        logits, fired = self.decoder.run(tokens, positions, self._tables[:B, :W])
         records = self._told if self._tells_host(variant) else self._records
         weights = self._weights.first(B) if variant.weighed else None
-        self._end(logits, fired, fields, records[..., :B, :], variant, weights)
+        self._end(logits[:, 0], fired[..., 0], fields, records[..., :B, :], variant, weights)
 
     def _prepared(self, B: int, W: int, variant: Variant) -> Callable[[], None]:
         """The step as a CUDA graph, or as it is where there are none."""

@@ -17,15 +17,15 @@ from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.batch import Batch, Step
-from twellctl.decoding.dense_decoder import DenseDecoder
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling
-from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.opening import eos_tokens, num_pages
-from twellctl.decoding.pages import RunPool, pages_for
+from twellctl.decoding.paged_cache import PagedCache
+from twellctl.decoding.pages import PagePool, pages_for
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.scheduler import NO_NUMBERS, check_fits, failure_of, variant_of_all
 from twellctl.decoding.sequence import Sequence
 from twellctl.decoding.step_end import NO_TOKEN
+from twellctl.decoding.torch_decoder import TorchDecoder, padded, why_not_consecutive
 from twellctl.errors import TwellError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Bulk:
         self.ends, self.context = ends, min(longest or self._decoder.context, self._decoder.context)
         pages = num_pages(self._decoder, None, rows, self.context)
         self.num_drawn = self.num_tokens = 0  # in all; of what is under way, with the prompts
-        self._pool, self._max_rows = RunPool(pages), rows
+        self._pool, self._max_rows = PagePool(pages), rows
         self.context = min(self.context, self._pool.capacity * PAGE)
         self._rows: list[Sequence | None] = []  # None: free
         self._left: set[int] = set()  # rows whose sequence has gone, and still writes
@@ -94,17 +94,18 @@ class Bulk:
         if on_gpu := self._decoder.device.type == "cuda":  # graphs are not captured on the default
             self._on_stream = torch.cuda.stream(torch.cuda.Stream(self._decoder.device))
         with torch.inference_mode():
-            self._decoder.open_cache(pages)
+            by_tokens = self._decoder.consecutive
+            self._decoder.attach(
+                PagedCache(self._decoder.shapes, pages, self._decoder.device, by_tokens=by_tokens)
+            )
             self._batch = Batch(self._decoder, rows, pages_for(self.context), 2 * STEPS)
         if on_gpu:
             torch.cuda.synchronize(self._decoder.device)
 
     def close(self) -> None:
-        """The model is as it was, and nothing runs any more that writes to the cache."""
+        """Wait until nothing runs any more that writes to the cache."""
         if self._decoder.device.type == "cuda":
             torch.cuda.synchronize(self._decoder.device)
-        if isinstance(self._decoder, DenseDecoder):
-            self._decoder.close()
 
     def run(self, following: Callable[[], Sequence | None]) -> Iterator[Sequence]:
         """Sequences as they end; `following` gives the next one when there is room, None: none now.
@@ -152,7 +153,7 @@ class Bulk:
                 check_fits(sequence, self.context)
             except EngineError as error:
                 raise TwellError(str(error)) from error
-            pages = self._pool.take(pages_for(sequence.most_tokens))
+            pages = self._pool.take_run(pages_for(sequence.most_tokens))
             if pages is None:
                 self._held = sequence
                 break
@@ -163,15 +164,20 @@ class Bulk:
 
     def _read_prompts(self, sequences: list[Sequence]) -> None:
         """All but their last tokens, in few forwards."""
-        some, size = [], 0
+        some: list[Sequence] = []
+        size = 0
         for sequence in [s for s in sequences if s.num_prompt > 1]:
             if some and size + sequence.num_prompt > _PROMPT_TOKENS:
-                self._decoder.read([s.tokens[:-1] for s in some], [s.pages for s in some])
+                self._read_together(some)
                 some, size = [], 0
             some.append(sequence)
             size += sequence.num_prompt
         if some:
-            self._decoder.read([s.tokens[:-1] for s in some], [s.pages for s in some])
+            self._read_together(some)
+
+    def _read_together(self, sequences: list[Sequence]) -> None:
+        parts = [(s.tokens[:-1], 0, s.pages) for s in sequences]
+        self._decoder.run(*padded(parts), last=0)
 
     def _put(self, entered: dict[int, Sequence]) -> None:
         nobody = np.zeros(len(Field), np.int32)
@@ -234,10 +240,10 @@ class Bulk:
         self.num_tokens -= len(sequence.tokens)
 
 
-def _open_decoder(model: PreTrainedModel) -> tuple[DenseDecoder | HFDecoder, str | None]:
+def _open_decoder(model: PreTrainedModel) -> tuple[TorchDecoder, str | None]:
     """The best one for `model`, and what stands against a better one."""
-    if (why := DenseDecoder.why_not(model)) is None:
-        return DenseDecoder(model), None
-    if (last := HFDecoder.why_not(model)) is None:
-        return HFDecoder(model), why
+    if (why := why_not_consecutive(model)) is None:
+        return TorchDecoder(model, consecutive=True), None
+    if (last := TorchDecoder.why_not(model)) is None:
+        return TorchDecoder(model), why
     raise TwellError(f"this model cannot write several texts at once: {last}")

@@ -1,7 +1,7 @@
-"""The seam between the engine and a model: a prompt or one token of many rows in, logits out.
+"""The seam between the engine and a model: new tokens of some rows in, logits out.
 
-The engine knows sequences, pages and sampling; a `Decoder` knows the model and holds the cache.
-All calls come from one thread, under `torch.inference_mode`, on torch's current stream.
+The engine knows sequences, pages and sampling; a `Decoder` knows the model and uses a cache that it
+is given. All calls come from one thread, under `torch.inference_mode`, on torch's current stream.
 """
 
 from collections.abc import Sequence
@@ -11,49 +11,53 @@ import torch
 from torch import Tensor
 
 from twellctl.bundle.twell_launch import KernelSet
+from twellctl.decoding.paged_cache import LayerShape, PagedCache
 
 
 class Decoder(Protocol):
-    """One model with its key-value cache, which lies in pages (pages.py)."""
+    """One model over a key-value cache in pages (paged_cache.py)."""
 
     device: torch.device
     vocab_size: int
     context: int  # tokens of a sequence, at most
-    # of each of the L gated FFNs whose firing is reported; right from the first prefill on
+    # of each of the L gated FFNs whose firing is reported; right from the first logits on
     neurons: Sequence[int]
-    mapped: int  # of each, the last ones: they always fire, and are left out of what is told
+    mapped: int  # of each, the last ones: they always fire, and reports leave them out
     kernels: KernelSet | None  # with `choose`, by which a step may end; None: torch ends it
-    page_bytes: int  # of one page, over all layers; 0: there is no cache in pages
-    max_rows: int | None  # of one step; None: any number
-    prefill_chunk: int  # tokens of one prefill, at most, those that only fill up too
-    capturable: bool  # whether a step may be captured in a CUDA graph
+    shapes: Sequence[LayerShape]  # what each layer caches; empty: there is no cache in pages
+    max_rows: int | None  # of a pass with one token a row; None: any number
+    prefill_chunk: int  # tokens that a pass over prompts has at most, with those that fill up
+    capturable: bool  # whether a pass with few tokens may be captured in a CUDA graph
 
-    def open_cache(self, num_pages: int) -> None:
-        """Allocate the cache; called once, before all else."""
+    def attach(self, cache: PagedCache) -> None:
+        """Use `cache` from now on; called once, before `run`. Others may use it too.
+
+        `ValueError` if it is a cache of other shapes.
+        """
         ...
 
     def widths(self, max_pages: int) -> list[int]:
-        """The widths W that `step` is to be called with, ascending, `max_pages` the last.
+        """The widths W of tables for passes that are captured, ascending, `max_pages` the last.
 
         A decoder that reads no more of a table than its row needs has only that one.
         """
         ...
 
-    def prefill(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Consecutive tokens of each row: tokens and positions `[B, P]`, tables `[B, W]`, int32.
+    def run(
+        self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """One pass over Q consecutive tokens of each row: tokens and positions `[B, Q]`, tables
+        `[B, W]`, int32, on the device or the host.
 
-        A row with fewer tokens than P is filled up on the left, there its positions are -1. What
-        lies before a row's first position is cached; rows that are filled up begin at 0. Returns,
-        of the last tokens, the logits `[B, V]` and how many neurons fired, int32 `[L, B]`.
-        """
-        ...
+        With Q = 1 it is a step, with more a part of a prompt or tokens to verify. A row writes its
+        keys and values at its positions, and each token attends to what is cached before it, to the
+        row's new tokens before it, and to itself. Cached values after a token's position may be
+        anything, NaN too. A row with fewer than Q tokens is filled up on the left, there its
+        positions are -1; each row has at least one token. Rows of `tables` may lie apart; entries
+        after a row's last page are 0.
 
-    def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """One token of each row: tokens `[B]`, positions `[B]`, tables `[B, W]`, int32.
-
-        Row b writes at `positions[b]` and attends to all up to there. Rows of `tables` may lie
-        apart; entries behind a row's last page are 0. Cached values behind a row's position may
-        be anything, NaN too. Returns logits `[B, V]` and how many neurons fired, int32 `[L, B]`. No
-        host reads: the call may be captured in a CUDA graph.
+        Returns, of the `last` tokens of each row (0 to Q), the logits `[B, last, V]` and how many
+        neurons fired, int32 `[L, B, last]`. Where Q = 1 or `last` = Q, inputs on the device are not
+        read by the host: the call may be captured in a CUDA graph.
         """
         ...

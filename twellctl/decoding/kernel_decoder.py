@@ -18,12 +18,16 @@ step of one row may be one launch instead of all that, if the model is such that
 (step_forms.py). With another activation than ReLU nothing can be left out: then
 the FFN goes densely, a step may have up to 256 rows, and the head takes at most 64 a launch.
 
-Prompts go through the model's own forward (HFDecoder), ReLU FFNs over TwELL, into the same cache.
-The model is made over for that: q, k and v lie together, and down of a sparse form by rows of
-neurons. In FP8 W_down is there in both layouts.
+Prompts go through the model's own forward (TorchDecoder) into the same cache, ReLU FFNs of the
+sparse form over TwELL: through a copy of the modules that shares the parameters.
+
+Of the model that it is given a decoder changes only where weights lie in memory: q, k and v become
+parts of one tensor, W_down of a sparse form lies by rows of neurons, and there may be more rows
+after those of the head. Names, shapes and values stay. W_down alone is read in two layouts: two
+decoders of one model that read it differently have it once each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -51,13 +55,15 @@ from twellctl.decoding import attention, kernel_fit
 from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
 from twellctl.decoding.few_ways import DENSE, few_ways, linear, with_activation
-from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.screening import open_screens
 from twellctl.decoding.step_forms import Form, FormChoice
+from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.decoding.whole_step import DecoderLayer, Linear, WholeStep, takes_mapped
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.linear_map import own_neurons
+from twellctl.models.loading import shared_copy
 
 _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positions
 
@@ -65,8 +71,8 @@ _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positio
 class KernelDecoder:
     """A `Decoder` (decoder.py). `sparse` False is the dense form, over the same kind of kernels.
 
-    A model whose FFNs are not ReLU has that form alone. The dense form tells no fired shares. It
-    is to be made before the sparse one of the same model, whose prompts go over TwELL from then on.
+    A model whose FFNs are not ReLU has that form alone. The dense form does not count what fires.
+    Several decoders may run over one model and one cache.
     """
 
     capturable = True
@@ -78,111 +84,104 @@ class KernelDecoder:
         if not kernel_fit.is_relu(model):
             activations = map(activation_of, gated_ffns(model))
             self._ways = list(map(with_activation, activations))
-        sparse = sparse and self._ways is None
-        self._model, self._sparse = model, sparse
+        self._sparse = sparse = sparse and self._ways is None
+        self._kind = kernel_fit.weights_kind(model)
+        self._model = _own_copy(model, sparse=sparse, kind=self._kind)
         self.device = model.device
         self.kernels = kernels_for(own_kernels(), self.device.index)
         self._limits = device_limits(self.device.index)
-        self.max_rows, self._kind = kernel_fit.most_rows(model), kernel_fit.weights_kind(model)
+        self.max_rows = kernel_fit.most_rows(model)
         self._at_once = kernel_fit.rows_at_once(model)
-        if sparse:
-            _put_over_twell(model)
-            if self._kind == "e4m3":  # now, so that the cache is sized by what is left
-                for down in (layer.mlp.down_proj for layer in model.model.layers):
-                    if down.turned is None:
-                        down.turn()
-        elif _is_over_twell(model):
-            raise ValueError("this model runs over TwELL already: make its dense form before")
         screens = sparse and gates == SCREENED and self._may_screen()
-        self.screens = open_screens(model) if screens else None
-        self._plain = HFDecoder(model, attention.head_width)
+        self.screens = open_screens(self._model) if screens else None
+        self._plain = TorchDecoder(self._model, attention.head_width)
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
-        self.prefill_chunk, self.page_bytes = self._plain.prefill_chunk, self._plain.page_bytes
-        self.neurons, self.mapped = self._plain.neurons if sparse else [], self._plain.mapped
+        self.prefill_chunk, self.shapes = self._plain.prefill_chunk, self._plain.shapes
+        self.neurons: Sequence[int] = self._plain.neurons if sparse else []
+        self.mapped = self._plain.mapped
         # as profiled, if they were; the dense form does not depend on them
         self._densities = [
-            getattr(ffn, "twell_density", None) if sparse else 0.0 for ffn in gated_ffns(model)
+            getattr(ffn, "twell_density", None) if sparse else 0.0
+            for ffn in gated_ffns(self._model)
         ]
         self._scales = scales_of(model)
-        self._plans: dict[tuple[int, int], attention.AttendPlan] = {}
+        self._plans: dict[tuple[int, int, int], attention.AttendPlan] = {}
 
-    def open_cache(self, num_pages: int) -> None:
-        self._plain.open_cache(num_pages)
-        body, cache = self._model.model, self._plain.cache
+    def attach(self, cache: PagedCache) -> None:
+        self._plain.attach(cache)
+        body = self._model.model
         # under the caller's inference mode weights would become such that cannot be trained
         with torch.inference_mode(False), torch.no_grad():
             self._layers = [
                 self._layer(layer, *pages)
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
+            if kernel_fit.why_not_one_kernel(self._model) is None:
+                _put_rows_behind(self._model.lm_head.weight)
+            self._head = _linear(self._model.lm_head)
+            self._embeddings = self._model.get_input_embeddings().weight.detach()
+            self._last_norm = norm_weight(body.norm)
         # a dense product in FP8 takes W_down by rows of K, which the model has, too
         self._dense_ffns = [
-            replace(own.ffn, w_down=layer.mlp.down_proj.weight.t())
+            replace(own.ffn, w_down=layer.mlp.down_proj.weight.detach().t())
             for own, layer in zip(self._layers, body.layers, strict=True)
         ]
-        reach = min(self.context, (num_pages - 1) * PAGE)
+        reach = min(self.context, (cache.num_pages - 1) * PAGE)
         self._rotary = self._turned_by(reach)
-        self._last_norm = norm_weight(body.norm)
-        # for any number of rows: some want more room than the most rows do
-        rows, widths = range(1, self.max_rows + 1), self.widths(pages_for(reach))
-        plans = [self._plan(B, W) for B in rows for W in widths]
-        self._workspace = attention.open_workspace(plans, self.device)
+        self._workspace = attention.open_workspace(self._all_plans(reach), self.device)
         self._whole_steps = self._make_whole_steps()
-        config, num_layers = self._model.config, len(self._layers)
-        of = f"{kernel_fit.step_sizes(self._model)} Hkv={config.num_key_value_heads} L={num_layers}"
-        told = None not in self._densities
-        self._choice = FormChoice(
-            self.device,
-            f"{of} {'sparse' if self._sparse else 'dense'} {own_kernels()[:12]}",
-            config.intermediate_size,
-            sum(self._densities) / num_layers if told else None,
-        )
+        self._choice = self._open_choice()
 
     def widths(self, max_pages: int) -> list[int]:
         return [*(width for width in _WIDTHS if width < max_pages), max_pages]
 
-    def prefill(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        logits, fired = self._plain.prefill(tokens, positions, tables)
-        return logits, fired[: len(self.neurons)]
-
-    def step(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        forms = partial(self.forms, len(tokens))
-        logits, counts = self._choice(forms, tokens, positions, tables)
-        return logits, counts[: len(self.neurons)]
+    def run(
+        self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Few tokens that all get logits go over the decode kernels, others through the model."""
+        B, Q = tokens.shape
+        if last < Q or Q > attention.MOST_QUERIES or self.max_rows < B * Q:
+            logits, fired = self._plain.run(tokens, positions, tables, last)
+            return logits, fired[: len(self.neurons)]
+        tokens, positions, tables = (part.to(self.device) for part in (tokens, positions, tables))
+        forms = partial(self.forms, B * Q)
+        logits, counts = self._choice(forms, tokens, positions, _for_each_token(tables, Q))
+        return logits.unflatten(0, (B, Q)), counts[: len(self.neurons)].unflatten(1, (B, Q))
 
     def chosen(self, rows: int) -> str | None:
         """By which of its forms steps of `rows` rows went last; None: there was none."""
         return self._choice.chosen(rows)
 
-    def forms(self, B: int) -> dict[str, Form]:
-        """The forms of a step of `B` rows that are possible now. The first by rule.
+    def forms(self, num_tokens: int) -> dict[str, Form]:
+        """The forms of a pass over that many tokens that are possible now. The first by rule.
 
-        Each takes what `step` does, and counts all layers if the decoder is sparse. Results differ
-        by the order of sums.
+        Each takes tokens and positions `[B, Q]` and tables `[B Q, W]`, and gives logits `[B Q, V]`
+        and how many neurons of all layers fired, int32 `[L, B Q]`, if the decoder is sparse.
+        Results differ by the order of sums.
         """
         if self._ways is not None:
             return {DENSE.name: partial(self._one_by_one, self._ways)}
         ways = {DENSE.name: [DENSE] * len(self._layers)}
         if self._sparse:
             ffn = self._layers[0].ffn
-            problem = Problem(B, ffn.N, ffn.K, self._limits, kind=self._kind)
+            problem = Problem(num_tokens, ffn.N, ffn.K, self._limits, kind=self._kind)
             ways = few_ways(problem, self._densities) | ways
         return {
-            **(self._whole_steps if B == 1 else {}),
+            **(self._whole_steps if num_tokens == 1 else {}),
             **{name: partial(self._one_by_one, of_layers) for name, of_layers in ways.items()},
         }
 
     def _one_by_one(
         self, ways: list[Way], tokens: Tensor, positions: Tensor, tables: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """A step, one kernel after the other; `ways`: of each layer's FFN."""
-        B = len(tokens)
-        plan = self._plan(B, tables.shape[1])
-        counts = torch.empty(len(self._layers), B, dtype=torch.int32, device=self.device)
-        table = self._model.get_input_embeddings().weight
+        """A pass, one kernel after the other; `ways`: of each layer's FFN."""
+        (B, Q), W = tokens.shape, tables.shape[1]
+        tokens, positions = tokens.reshape(-1), positions.reshape(-1)
+        plan = self._plan(B, Q, W)
+        counts = torch.empty(len(self._layers), B * Q, dtype=torch.int32, device=self.device)
         norms = [layer.norms.attention for layer in self._layers] + [self._last_norm]
         first = norms[0] if norms[0] is not None else self._last_norm
-        given = (self.kernels, tokens, table, first, self._scales.eps, counts)
+        given = (self.kernels, tokens, self._embeddings, first, self._scales.eps, counts)
         x, h = attention.embed_norm(*given, scale=self._scales.embeddings)
         if norms[0] is None:
             h = x
@@ -206,15 +205,16 @@ class KernelDecoder:
             how = {"counts": counts[i] if self._sparse else None, "overlap": True}
             run = partial(ways[i].run, self.kernels, self._limits, h, ffn, **how)
             x, h = self._added(x, run, layer.norms.behind_ffn, norms[i + 1])
-        head = self._model.lm_head
-        # not rounded to bf16, which would make many tokens equally likely
+        return self._scales.of_model(self._logits(h)), counts
+
+    def _logits(self, h: Tensor) -> Tensor:
+        """Not rounded to bf16, which would make many tokens equally likely."""
+        head, how = self._head, {"wide": True, "overlap": True}
         logits = [
-            few_linear(
-                self.kernels, self._limits, few, head.weight, head.bias, wide=True, overlap=True
-            )
+            few_linear(self.kernels, self._limits, few, head.weight, head.bias, **how)
             for few in h.split(self._at_once)
         ]
-        return self._scales.of_model(logits[0] if len(logits) == 1 else torch.cat(logits)), counts
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _added(
         self, x: Tensor, block: Callable[..., Tensor], behind: Tensor | None, norm: Tensor | None
@@ -250,9 +250,9 @@ class KernelDecoder:
             self._limits,
             sizes,
             layers,
-            self._model.get_input_embeddings().weight,
+            self._embeddings,
             self._last_norm,
-            _with_rows_behind(self._model.lm_head.weight),
+            self._head.weight,
             self._rotary[0],
             self._scales,
         )
@@ -283,13 +283,33 @@ class KernelDecoder:
         how = {"scale": of.scale, "residual": residual, "ahead": ahead, "overlap": True}
         return linear(self.kernels, self._limits, x, of.weight, of.bias, **how)
 
-    def _plan(self, B: int, width: int) -> attention.AttendPlan:
-        if (B, width) not in self._plans:
+    def _plan(self, B: int, Q: int, width: int) -> attention.AttendPlan:
+        if (B, Q, width) not in self._plans:
             config, D = self._model.config, kernel_fit.head_dim(self._model)
             heads = config.num_attention_heads, config.num_key_value_heads
-            how = (B, *heads, D, width * PAGE, self._limits.num_sms)
-            self._plans[B, width] = attention.plan_attend(*how)
-        return self._plans[B, width]
+            how = (B, *heads, D, width * PAGE, self._limits.num_sms, Q)
+            self._plans[B, Q, width] = attention.plan_attend(*how)
+        return self._plans[B, Q, width]
+
+    def _all_plans(self, reach: int) -> Iterator[attention.AttendPlan]:
+        """Of any number of rows, each with the most tokens: some want more room than the most
+        rows do."""
+        for B in range(1, self.max_rows + 1):
+            for width in self.widths(pages_for(reach)):
+                yield self._plan(B, min(attention.MOST_QUERIES, self.max_rows // B), width)
+
+    def _open_choice(self) -> FormChoice:
+        config, num_layers = self._model.config, len(self._layers)
+        sizes = kernel_fit.step_sizes(self._model)
+        form = "sparse" if self._sparse else "dense"
+        of = f"{sizes} Hkv={config.num_key_value_heads} L={num_layers} {form}"
+        known = [density for density in self._densities if density is not None]
+        return FormChoice(
+            self.device,
+            f"{of} {own_kernels()[:12]}",
+            config.intermediate_size,
+            sum(known) / num_layers if len(known) == num_layers else None,
+        )
 
     def _turned_by(self, reach: int) -> list[attention.Rotary]:
         """Of each layer; those of layers of a kind are the same."""
@@ -331,32 +351,40 @@ class KernelDecoder:
     def _ffn_of(self, mlp: nn.Module) -> FFN:
         down = _linear(mlp.down_proj)
         (w_gate, b_gate, s_gate), (w_up, b_up, s_up) = weights_of_gate_and_up(mlp)
-        if self._kind == "e4m3":
-            w_down = mlp.down_proj.turned if self._sparse else down.weight.t()
-        elif self._sparse:
-            down.weight.data = by_rows_of_neurons(down.weight.data)
-            w_down = down.weight.t()
-        else:
-            down.weight.data = down.weight.data.contiguous()
-            w_down = down.weight.t()
-        scales = (None if s is None else s.flatten() for s in (s_gate, s_up, down.scale))
-        return FFN(w_gate, w_up, w_down, b_gate, b_up, down.bias, *scales)
+        w_down = down.weight.t()
+        if self._sparse and self._kind == "e4m3":
+            w_down = mlp.down_proj.turned
+        scales = (None if s is None else s.detach().flatten() for s in (s_gate, s_up, down.scale))
+        weights = w_gate.detach(), w_up.detach(), w_down
+        return FFN(*weights, _kept(b_gate), _kept(b_up), down.bias, *scales)
 
 
-def _with_rows_behind(weight: nn.Parameter) -> Tensor:
-    """The weight `[V, K]`; in memory more rows are behind it, up to a multiple of STEP_QUAD."""
+def _for_each_token(tables: Tensor, Q: int) -> Tensor:
+    """Tables `[B, W]` of rows, to `[B Q, W]` of the tokens of each."""
+    if Q == 1:
+        return tables
+    B, W = tables.shape
+    return tables[:, None].expand(B, Q, W).reshape(B * Q, W)
+
+
+def _put_rows_behind(weight: nn.Parameter) -> None:
+    """Lay `weight` `[V, K]` so that more rows follow in memory, up to a multiple of STEP_QUAD."""
     V, K = weight.shape
     rows = -(-V // STEP_QUAD) * STEP_QUAD
     end = (weight.storage_offset() + rows * K) * weight.itemsize
     if weight.untyped_storage().nbytes() < end:
         with torch.inference_mode(weight.is_inference()):
             weight.data = F.pad(weight.data, (0, 0, 0, rows - V))[:V]
-    return weight
+
+
+def _kept(parameter: Tensor | None) -> Tensor | None:
+    """The numbers as they lie now: they stay there if the model's are laid otherwise later."""
+    return None if parameter is None else parameter.detach()
 
 
 def _linear(module: nn.Linear) -> Linear:
-    scale = module.weight_scale.flatten() if isinstance(module, Fp8Linear) else None
-    return Linear(module.weight, module.bias, scale)
+    scale = module.weight_scale.detach().flatten() if isinstance(module, Fp8Linear) else None
+    return Linear(module.weight.detach(), _kept(module.bias), scale)
 
 
 def _qkv(own: nn.Module) -> Linear:
@@ -372,12 +400,26 @@ def _qkv(own: nn.Module) -> Linear:
     )
 
 
-def _put_over_twell(model: PreTrainedModel) -> None:
-    """Let prompts go through TwELL's kernels, where the checkpoint says how."""
+def _own_copy(model: PreTrainedModel, *, sparse: bool, kind: str) -> PreTrainedModel:
+    """A copy of the modules that shares all parameters, but that each W_down has a place of its own
+    in the layout of the form. Where a sparse form lays it anew, the model's lies there too."""
+    copied = shared_copy(model)
+    for given, own in zip(model.model.layers, copied.model.layers, strict=True):
+        weight, down = given.mlp.down_proj.weight, own.mlp.down_proj
+        with torch.inference_mode(weight.is_inference()):
+            laid = weight.data
+            if kind != "e4m3":
+                laid = by_rows_of_neurons(laid) if sparse else laid.contiguous()
+            down.weight = nn.Parameter(laid, requires_grad=False)
+            if sparse:
+                weight.data = laid
+        if sparse and kind == "e4m3" and down.turned is None:
+            down.turn()
     twell: Mapping[str, Any] | None = getattr(model.config, "twell", None)
-    if twell and not _is_over_twell(model):
-        put_over_twell(model, twell)
-        use_kernels(model, own_kernels())
+    if sparse and twell and not _is_over_twell(copied):
+        put_over_twell(copied, twell)
+        use_kernels(copied, own_kernels())
+    return copied
 
 
 def _is_over_twell(model: PreTrainedModel) -> bool:

@@ -17,7 +17,7 @@ from twellctl.bundle.twell_spec import PAGE, few_entries
 from twellctl.decoding import families
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
 from twellctl.decoding.few_ways import OWN_PRODUCTS
-from twellctl.decoding.hf_decoder import HFDecoder
+from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.decoding.whole_step import StepSizes, why_no_whole_step
 from twellctl.here.own_kernels import own_kernels
 
@@ -29,7 +29,7 @@ _MOST_DENSE = 256  # rows of a step that is dense because its FFNs are not ReLU
 def why_not(model: PreTrainedModel) -> str | None:
     """None if the decode kernels can drive `model`, else what stands against it."""
     name, config = type(model).__name__, model.config
-    if (said := HFDecoder.why_not(model)) is not None:
+    if (said := TorchDecoder.why_not(model)) is not None:
         return said
     if model.device.type != "cuda" or torch.version.cuda is None:
         return "the decode kernels need an NVIDIA GPU"

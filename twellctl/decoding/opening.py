@@ -4,23 +4,26 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from twellctl.decoding.decode_engine import DecodeEngine
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.engine import WHOLE
-from twellctl.decoding.hf_decoder import HFDecoder, LoneDecoder
 from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.decoding.lone_decoder import LoneDecoder
+from twellctl.decoding.paged_cache import PagedCache, page_bytes
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.scheduler import Scheduler
+from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.errors import TwellError
 from twellctl.models.loading import gpu_memory
 
 logger = logging.getLogger(__name__)
-DECODERS = (KernelDecoder, HFDecoder)  # the best first; LoneDecoder takes what they do not
+DECODERS = (KernelDecoder, TorchDecoder)  # the best first; LoneDecoder takes what they do not
 TOLD = {
     KernelDecoder: "twellctl's kernels",
-    HFDecoder: "transformers' own code",
+    TorchDecoder: "transformers' own code",
     LoneDecoder: "transformers' own code, one sequence at a time",
 }
 # kernels/MEASURED.md, popular models: Granite-3-8B and Falcon3-3B, dense and at 5 %
@@ -63,6 +66,8 @@ def open_scheduler(
     ends = eos_tokens(model, extra_eos)
     decoder = decoder or open_decoder(model, gates)
     pages = num_pages(decoder, cache_bytes, max_running, decoder.context)
+    with torch.inference_mode():
+        decoder.attach(PagedCache(decoder.shapes, pages, decoder.device))
     return Scheduler(decoder, pages, max_running, ends)
 
 
@@ -109,10 +114,8 @@ def num_pages(decoder: Decoder, cache_bytes: int | None, max_running: int, longe
         on_gpu = decoder.device.type == "cuda"
         cache_bytes = int(GPU_SHARE * gpu_memory(decoder.device)[0]) if on_gpu else CPU_CACHE_BYTES
     most = min(max_running, decoder.max_rows or max_running) * pages_for(longest) + 1
-    if not decoder.page_bytes:
+    if not (size := page_bytes(decoder.shapes)):
         return most
-    if (held := cache_bytes // decoder.page_bytes) < 2:
-        raise TwellError(
-            f"cache_bytes must hold two pages of {decoder.page_bytes} bytes, got {cache_bytes}"
-        )
+    if (held := cache_bytes // size) < 2:
+        raise TwellError(f"cache_bytes must hold two pages of {size} bytes, got {cache_bytes}")
     return min(held, most)

@@ -18,16 +18,15 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.batch import Batch, Step
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
-from twellctl.decoding.hf_decoder import padded
 from twellctl.decoding.pages import PagePool, pages_for
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
+from twellctl.decoding.torch_decoder import padded
 
 NO_NUMBERS = (
     "the model computed NaN in place of the next token's probabilities: change the prompt; if all "
@@ -38,7 +37,7 @@ Event: TypeAlias = tuple[Sequence, Token | EngineError | None]
 
 
 class Scheduler:
-    """Continues sequences with a `decoder` whose cache is of `num_pages` pages (page 0 is lost)."""
+    """Continues sequences with a `decoder` whose cache has `num_pages` pages (page 0 is lost)."""
 
     prompts_together = 16  # read between two steps, at most
 
@@ -64,7 +63,6 @@ class Scheduler:
         if on_gpu:  # graphs are not captured on the default stream
             self._on_stream = torch.cuda.stream(torch.cuda.Stream(decoder.device))
         with torch.inference_mode():
-            decoder.open_cache(num_pages)
             self._batch = Batch(decoder, self.max_running, pages_for(self.context))
         if on_gpu:
             torch.cuda.synchronize(decoder.device)  # all so far was done on another stream
@@ -326,14 +324,19 @@ class Scheduler:
         alone; prompts that are read together also depend on the shape of the batch.
         """
         ends = [min(len(s.tokens), s.cached + self.decoder.prefill_chunk) for s in sequences]
-        logits, fired = self.decoder.prefill(*self._prompts(sequences, ends))
-        if ends[0] < len(sequences[0].tokens):
+        parts = [
+            (sequence.tokens[sequence.cached : end], sequence.cached, sequence.pages)
+            for sequence, end in zip(sequences, ends, strict=True)
+        ]
+        is_last = ends[0] == len(sequences[0].tokens)
+        logits, fired = self.decoder.run(*padded(parts), last=int(is_last))
+        if not is_last:
             sequences[0].cached = ends[0]
             return
         variant = variant_of_all(sequences)
         told = [s.told() for s in sequences]
         fields = [s.fields() for s in sequences]
-        records = self._batch.first(logits, fired, fields, variant, told)
+        records = self._batch.first(logits[:, 0], fired[..., 0], fields, variant, told)
         self._entering = [s for s in self._entering if s not in sequences]
         self.running += sequences
         self._count_fired(records, sequences)
@@ -342,14 +345,6 @@ class Scheduler:
             if end == sequence.num_prompt:
                 self.prompt_tokens += end
             self._append(sequence, record, events)
-
-    def _prompts(self, sequences: list[Sequence], ends: list[int]) -> tuple[Tensor, ...]:
-        """Tokens, positions and tables as a decoder reads prompts."""
-        parts = [
-            (sequence.tokens[sequence.cached : end], sequence.cached, sequence.pages)
-            for sequence, end in zip(sequences, ends, strict=True)
-        ]
-        return tuple(torch.from_numpy(row).to(self.decoder.device) for row in padded(parts))
 
     def _free_memory(self, failure: EngineError) -> None:
         if isinstance(failure, OutOfMemory):

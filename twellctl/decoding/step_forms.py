@@ -16,7 +16,7 @@ from torch import Tensor
 from twellctl.bundle.twell_route import density_bucket, kept_or_measured, timed_ms
 
 logger = logging.getLogger(__name__)
-Form = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # as Decoder.step
+Form = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # as of KernelDecoder.forms
 _WARM_UPS, _TURNS = 2, 7
 
 

@@ -127,7 +127,7 @@ class WholeStep:
     def __call__(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Logits float32 `[1, V]`, and how many neurons of each layer fired, int32 `[L, 1]`.
 
-        int32 tokens and positions `[1]`, tables `[1, W]`, as `Decoder.step` takes them.
+        int32 tokens and positions `[1, 1]`, tables `[1, W]`, as of `Decoder.run`.
         """
         sizes, device = self._sizes, tokens.device
         embeddings, V = self._embeddings, ceil_div(sizes.V, spec.STEP_QUAD) * spec.STEP_QUAD

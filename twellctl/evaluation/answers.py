@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.decoding import bulk
 from twellctl.decoding.engine import EngineError, Sampling
-from twellctl.decoding.hf_decoder import HFDecoder
 from twellctl.decoding.opening import eos_tokens, open_scheduler
+from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.errors import TwellError
 from twellctl.evaluation.settings import Progress
 from twellctl.models.defaults import context_of
@@ -66,7 +66,7 @@ def answers(
     """
     most = _most_tokens(model, prompts, max_tokens)
     asked = [place for place, tokens in enumerate(most) if tokens > 0]
-    write = bulk.answers if HFDecoder.why_not(model) is None else _one_by_one
+    write = bulk.answers if TorchDecoder.why_not(model) is None else _one_by_one
     found: list[list[int]] = [[] for _ in prompts]
     made = write(
         model,

@@ -2,14 +2,16 @@
 
 import collections
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import init_empty_weights
@@ -39,6 +41,7 @@ from twellctl.models.quantised import config_with_own_layers
 from twellctl.models.schemes import scheme_of
 from twellctl.models.silu_form import factors, scaled, undo
 
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_TEMPLATE_BYTES = 1 << 20
 MASKLESS = "twell_causal"  # how SDPA without a mask is registered with transformers
@@ -54,6 +57,12 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
     free, total = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + kept, total
+
+
+def shared_copy(model: ModuleT) -> ModuleT:
+    """A copy of the modules that shares all parameters and buffers."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def describe_place(model: PreTrainedModel) -> str:

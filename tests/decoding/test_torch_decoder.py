@@ -5,8 +5,10 @@ import torch
 from greedy import run_all
 
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.hf_decoder import HFDecoder, LoneDecoder
+from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.decoding.opening import open_scheduler, told_of_decoder
+from twellctl.decoding.paged_cache import PagedCache, page_bytes
+from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.errors import TwellError
 from twellctl.firing.counts import fired_meter
 
@@ -23,33 +25,33 @@ def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, family, c
     model = tiny(family)
     known = [generated(model, prompt, 18) for prompt in prompts]
     scheduler = open_scheduler(model, max_running=3)
-    kind = HFDecoder if family in PAGED else LoneDecoder
+    kind = TorchDecoder if family in PAGED else LoneDecoder
     assert type(scheduler.decoder) is kind
     alone = "one sequence at a time (FalconH1ForCausalLM keeps more than keys and values of "
     alone = f"transformers' own code, {alone}attention)"
     told = "transformers' own code (the decode kernels need an NVIDIA GPU)"
-    assert told_of_decoder(model) == (told if kind is HFDecoder else alone)
+    assert told_of_decoder(model) == (told if kind is TorchDecoder else alone)
     assert greedy(scheduler, prompts, 18) == known  # side by side, some joining later
     assert greedy(scheduler, prompts[:1], 18) == known[:1]
     said = [record.getMessage() for record in caplog.records if "decoding" in record.name]
-    assert said == ([] if kind is HFDecoder else [f"the engine runs {alone}"])
+    assert said == ([] if kind is TorchDecoder else [f"the engine runs {alone}"])
 
 
 def test_little_room_changes_no_token(tiny, generated, prompts):
     model, prompts = tiny(), [prompts[i] for i in (0, 3, 4)]
     known = [generated(model, prompt, 70) for prompt in prompts]
     scheduler = open_scheduler(model, cache_bytes=6 * PAGE_BYTES, max_running=5)
-    assert scheduler.decoder.page_bytes == PAGE_BYTES
+    assert page_bytes(scheduler.decoder.shapes) == PAGE_BYTES
     assert scheduler.pool.capacity == 5
-    calls, prefill = [], scheduler.decoder.prefill
-    scheduler.decoder.prefill = lambda *inputs: calls.append(inputs) or prefill(*inputs)
+    calls, run = [], scheduler.decoder.run
+    scheduler.decoder.run = lambda *inputs, **how: calls.append(inputs[0]) or run(*inputs, **how)
     assert greedy(scheduler, prompts, 70) == known
-    read = sum(len(tokens) for tokens, _, _ in calls)
+    read = sum(len(tokens) for tokens in calls if tokens.shape[1] > 1)
     assert read > len(prompts)  # one was evicted, and read again
 
 
 def test_chunks_of_a_prompt_change_no_token(tiny, generated, prompts, monkeypatch):
-    monkeypatch.setattr(HFDecoder, "prefill_chunk", 50)
+    monkeypatch.setattr(TorchDecoder, "prefill_chunk", 50)
     for family in ("llama", "mistral"):
         model = tiny(family)
         known = [generated(model, prompt, 20) for prompt in prompts]
@@ -119,7 +121,7 @@ def test_bf16_parts_only_where_the_best_two_are_close(tiny, prompts):
 
 @pytest.mark.parametrize("family", ["mistral", "phi3", "gemma2"])
 def test_prompts_read_together_give_what_each_gives_alone(tiny, prompts, family):
-    decoder = HFDecoder(tiny(family))
+    decoder = TorchDecoder(tiny(family))
     lengths = list(map(len, prompts))
     tokens = torch.zeros(5, 130, dtype=torch.int32)
     positions = torch.full_like(tokens, -1)
@@ -129,33 +131,66 @@ def test_prompts_read_together_give_what_each_gives_alone(tiny, prompts, family)
         positions[row, 130 - len(prompt) :] = torch.arange(len(prompt))
         tables[row] = torch.tensor([1, 2, 3]) + 3 * row
     with torch.inference_mode():
-        decoder.open_cache(16)
-        logits, fired = decoder.prefill(tokens, positions, tables)
-        cached = [pages.clone() for pages in (*decoder.cache.keys, *decoder.cache.values)]
-        decoder.open_cache(16)
+        together, alone = (PagedCache(decoder.shapes, 16, decoder.device) for _ in range(2))
+        decoder.attach(together)
+        logits, fired = decoder.run(tokens, positions, tables)
+        decoder.attach(alone)
         for row, length in enumerate(lengths):
             inputs = tokens[row, -length:], positions[row, -length:], tables[row]
-            alone, fired_alone = decoder.prefill(*(part[None] for part in inputs))
-            assert torch.allclose(logits[row], alone[0], atol=1e-4)
+            logits_alone, fired_alone = decoder.run(*(part[None] for part in inputs))
+            assert torch.allclose(logits[row], logits_alone[0], atol=1e-4)
             assert torch.equal(fired[:, row], fired_alone[:, 0])
-    for pages, known in zip(cached, (*decoder.cache.keys, *decoder.cache.values), strict=True):
+    pairs = zip([*together.keys, *together.values], [*alone.keys, *alone.values], strict=True)
+    for pages, known in pairs:
         assert torch.allclose(pages[1:], known[1:], atol=1e-4)
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "phi3"])
+@torch.inference_mode()
+def test_tokens_to_verify_get_the_logits_of_the_model(tiny, family, consecutive):
+    """After a prompt in two chunks; one row has fewer tokens than the others."""
+    model = tiny(family)
+    decoder = TorchDecoder(model, consecutive=consecutive)
+    decoder.attach(PagedCache(decoder.shapes, 9, decoder.device, by_tokens=consecutive))
+    usual = model.config._attn_implementation
+    tokens = torch.randint(1, 500, (3, 80), dtype=torch.int32)
+    positions = torch.arange(80, dtype=torch.int32).repeat(3, 1)
+    tables = torch.tensor([[1, 2], [5, 6], [7, 8]], dtype=torch.int32)
+    known = model(tokens.long()).logits
+    for some in (slice(0, 33), slice(33, 60)):
+        decoder.run(tokens[:, some], positions[:, some], tables, last=0)
+    together, _ = decoder.run(tokens[:, 60:76], positions[:, 60:76], tables, last=16)
+    torch.testing.assert_close(together, known[:, 60:76], rtol=1e-4, atol=1e-4)
+    step, fired = decoder.run(tokens[:, 76:77], positions[:, 76:77], tables)
+    torch.testing.assert_close(step, known[:, 76:77], rtol=1e-4, atol=1e-4)
+    assert fired.shape == (0 if consecutive else 2, 3, 1)
+    places = positions[:, 60:76].clone()
+    tokens[1, 60:76], places[1] = 0, -1
+    tokens[1, 72:76], places[1, 12:] = torch.arange(9, 13), torch.arange(77, 81) - 17
+    ragged, _ = decoder.run(tokens[:, 60:76], places, tables, last=3)
+    for row in (0, 2):
+        torch.testing.assert_close(ragged[row], known[row, 73:76], rtol=1e-4, atol=1e-4)
+    other = model(torch.cat([tokens[1:2, :60], tokens[1:2, 72:76]], 1).long()).logits
+    torch.testing.assert_close(ragged[1], other[0, 61:64], rtol=1e-4, atol=1e-4)
+    assert model.config._attn_implementation == usual
 
 
 def test_garbage_behind_a_row_is_not_seen(tiny):
     """Pages come from others who may have left NaN there."""
-    decoder = HFDecoder(tiny())
+    decoder = TorchDecoder(tiny())
     tokens = torch.arange(1, 71, dtype=torch.int32).repeat(2, 1)
     positions = torch.stack([torch.arange(70), torch.arange(-50, 20).clamp(min=-1)]).int()
     tables = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
 
     def logits(garbage: float) -> list[torch.Tensor]:
-        decoder.open_cache(5)
-        for pages in (*decoder.cache.keys, *decoder.cache.values):
+        cache = PagedCache(decoder.shapes, 5, decoder.device)
+        decoder.attach(cache)
+        for pages in (*cache.keys, *cache.values):
             pages.fill_(garbage)
-        first, _ = decoder.prefill(tokens, positions, tables)
-        rows = torch.tensor([[9, 8, 0], [70, 20, 0]], dtype=torch.int32)
-        second, _ = decoder.step(*rows, torch.cat([tables, torch.zeros_like(tables[:1])]))
+        first, _ = decoder.run(tokens, positions, tables)
+        rows = torch.tensor([[9, 8, 0], [70, 20, 0]], dtype=torch.int32)[..., None]
+        second, _ = decoder.run(*rows, torch.cat([tables, torch.zeros_like(tables[:1])]))
         return [first, second]
 
     with torch.inference_mode():
@@ -164,7 +199,7 @@ def test_garbage_behind_a_row_is_not_seen(tiny):
 
 
 def test_widths_are_few_and_enough(tiny):
-    decoder = HFDecoder(tiny())
+    decoder = TorchDecoder(tiny())
     assert decoder.widths(1) == [1]
     assert decoder.widths(64) == [1, 2, 4, 8, 16, 32, 64]
     assert decoder.widths(100) == [1, 2, 4, 8, 16, 32, 64, 100]
@@ -180,7 +215,7 @@ def test_widths_are_few_and_enough(tiny):
     ],
 )
 def test_what_it_cannot_drive_is_told(tiny, family, changes, said):
-    assert said in HFDecoder.why_not(tiny(family, **changes))
+    assert said in TorchDecoder.why_not(tiny(family, **changes))
 
 
 @pytest.mark.parametrize(
