@@ -168,6 +168,25 @@ def test_a_text_that_is_read_begins_as_one_that_is_served(with_bos, text_file):
     assert windows.ids[:, 0].tolist() == [bos] * 4
 
 
+@pytest.mark.parametrize(
+    ("around", "first"),
+    [
+        ("$A", []),
+        ("<s> $A", ["<s>"]),
+        ("$A <|endoftext|>", []),
+        ("<s> $A <|endoftext|>", ["<s>"]),
+    ],
+)
+@pytest.mark.parametrize("text", ["def f", "", "def f<|endoftext|>"])
+def test_no_end_token_is_put_after_a_prompt(with_bos, around, first, text):
+    """As `add_eos_token` of a tokenizer would; one that the text itself has stays."""
+    special = [(name, with_bos.convert_tokens_to_ids(name)) for name in ("<s>", "<|endoftext|>")]
+    plain = with_bos.encode(text, add_special_tokens=False)
+    processor = TemplateProcessing(single=around, special_tokens=special)
+    with_bos.backend_tokenizer.post_processor = processor
+    assert encode_text(with_bos, text) == [*with_bos.convert_tokens_to_ids(first), *plain]
+
+
 def test_what_reads_a_tokenizer_is_named(relu_llama, changed, monkeypatch):
     folder = changed(relu_llama)
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")

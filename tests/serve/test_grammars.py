@@ -11,6 +11,7 @@ import pytest
 from serving_client import Scripted, chat, complete, eventually, get, serving
 
 from twellctl.serving import grammars
+from twellctl.serving.guides import Guides, schema_grammar
 
 MINUTES = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 9_999_991}}}
 MINUTES["required"] = ["a"]
@@ -43,10 +44,16 @@ def form_of(schema: dict) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
-def trials() -> list[psutil.Process]:
-    """The processes that try grammars for this one."""
-    children = psutil.Process().children()
-    return [child for child in children if "grammar_trial" in " ".join(child.cmdline())]
+@pytest.fixture
+def trials():
+    """`trials()`: the processes that try grammars for this one; not those of earlier tests."""
+
+    def found() -> list[psutil.Process]:
+        children = psutil.Process().children()
+        return [child for child in children if "grammar_trial" in " ".join(child.cmdline())]
+
+    before = found()
+    return lambda: [trial for trial in found() if trial not in before]
 
 
 def asked(client, schema: dict) -> tuple[threading.Thread, list]:
@@ -91,7 +98,7 @@ def test_memory_is_limited(client, monkeypatch):
         chat(client, response_format=form_of(MINUTES))
 
 
-def test_a_client_that_leaves_ends_the_trial(client, monkeypatch):
+def test_a_client_that_leaves_ends_the_trial(client, trials, monkeypatch):
     monkeypatch.setattr(grammars, "SECONDS", 600)
     body = json.dumps(
         {"messages": [{"role": "user", "content": "x"}], "response_format": form_of(MINUTES)}
@@ -106,7 +113,7 @@ def test_a_client_that_leaves_ends_the_trial(client, monkeypatch):
     assert chat(client, response_format=form_of({"type": "integer"})).choices
 
 
-def test_a_server_ends_in_the_middle_of_a_trial(tokenizer, monkeypatch):
+def test_a_server_ends_in_the_middle_of_a_trial(tokenizer, trials, monkeypatch):
     monkeypatch.setattr(grammars, "SECONDS", 600)
     with serving(tokenizer, Scripted([5, 0])) as client:
         thread, _ = asked(client, MINUTES)
@@ -118,10 +125,8 @@ def test_a_server_ends_in_the_middle_of_a_trial(tokenizer, monkeypatch):
 
 
 def test_a_step_beyond_the_limits_ends_its_own_text_alone(tokenizer):
-    from twellctl.serving.guides import Guides
-
     guides = Guides(tokenizer, 512, [0])
-    guide = guides.build(guides.grammar({"type": "integer"}))()
+    guide = guides.build(schema_grammar({"type": "integer"}))()
     assert guide.consume_token(tokenizer.encode("7")[0])
     assert not guide.consume_token(tokenizer.encode("x")[0])  # from now on it is in error
     mask = int.from_bytes(guide.compute_bitmask(), "little")
@@ -134,4 +139,4 @@ def test_a_step_beyond_the_limits_ends_its_own_text_alone(tokenizer):
 def test_a_schema_has_no_extensions_of_the_library(client):
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, response_format=form_of({"x-guidance": {"lenient": True}}))
-    assert caught.value.param == "response_format.x-guidance"
+    assert caught.value.param == "response_format.json_schema.schema.x-guidance"

@@ -15,7 +15,7 @@ from twellctl.decoding.sequence import Sequence
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
-from twellctl.serving.guides import Guides
+from twellctl.serving.guides import Guides, schema_grammar
 
 SCHEMA = {
     "type": "object",
@@ -54,6 +54,8 @@ def test_an_object_of_any_kind_and_the_form_of_responses(client):
     how = {"max_tokens": 60, "temperature": 1, "seed": 3, "frequency_penalty": 0.5}
     text = chat(client, response_format={"type": "json_object"}, logit_bias=bias, **how)
     assert text.choices[0].message.content.startswith("{")
+    own = {"type": "json_object", "schema": SCHEMA}  # as llama.cpp and others take it
+    assert follows(chat(client, response_format=own, max_tokens=200).choices[0].message.content)
     form = {"type": "json_schema", "name": "answer", "schema": SCHEMA}
     made = client.responses.create(model="model", input="x", text={"format": form}, temperature=0)
     assert follows(made.output_text)
@@ -91,7 +93,7 @@ def test_texts_in_a_batch_with_guided_ones_are_unchanged(relu_llama, tokenizer):
     def written(guided: bool) -> list[list[int]]:
         scheduler = Scheduler(attached(TorchDecoder(model), 9), 9, 4, ends)
         guides = Guides(tokenizer, scheduler.decoder.vocab_size, ends)
-        guide = guides.build(guides.grammar(SCHEMA))
+        guide = guides.build(schema_grammar(SCHEMA))
         made = [Sequence(prompt, Sampling(40, 0)) for prompt in prompts]
         how = [Sampling(60, 1, seed=seed, guide=guide) for seed in (0, 1)]
         beside = [Sequence(prompts[0], sampling) for sampling in how]

@@ -20,9 +20,8 @@ CHAT = {
     "frequency_penalty": (-2.5,),
     "stream_options": ({"include_usage": True},),
     "top_logprobs": (2,),
-    "tools": ([{"type": "function"}],),
     "tool_choice": ("required",),
-    "response_format": ({"type": "xml"}, {"type": "json_schema", "json_schema": {"name": "a"}}),
+    "response_format": ({"type": "xml"}, "json_object", {"type": "json_schema"}),
     "reasoning_effort": ("low",),
     "messages": ([], "hi"),
 }
@@ -62,7 +61,20 @@ def cases(values: dict, more: dict) -> list[tuple[dict, str]]:
     return found + [({"extra_body": {n: value}}, n) for n in more for value in more[n]]
 
 
+SCHEMA = {"name": "a", "schema": {"type": "object"}}
+FORMATS = {  # of the field in a request: what it may not be
+    ".json_schema.schema": {"type": "json_schema", "json_schema": {"name": "a"}},
+    ".json_schema.strict": {"type": "json_schema", "json_schema": SCHEMA | {"strict": "yes"}},
+    ".json_schema.name": {"type": "json_schema", "json_schema": SCHEMA | {"name": 3}},
+    ".json_schema.mode": {"type": "json_schema", "json_schema": SCHEMA | {"mode": "x"}},
+    ".schema": {"type": "json_object", "schema": []},
+    ".strict": {"type": "json_object", "strict": True},
+    ".json_schema": {"type": "text", "json_schema": SCHEMA},
+}
+PART = {"type": "text", "text": "x", "detail": "low"}
 CHAT_ERRORS = [
+    *(({"response_format": form}, f"response_format{place}") for place, form in FORMATS.items()),
+    ({"messages": [{"role": "user", "content": [PART]}]}, "messages[0].content[0].detail"),
     *cases(CHAT, CHAT_MORE),
     *(({"messages": [message]}, f"messages{place}") for place, message in MESSAGES.items()),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),

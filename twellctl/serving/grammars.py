@@ -1,4 +1,4 @@
-"""Schemas of clients become grammars away from the event loop, within limits of time and memory.
+"""Grammars of clients' schemas are built off the event loop, within limits of time and memory.
 
 A grammar can take minutes and gigabytes to build, and nothing stops the library that builds it. So
 another process (`grammar_trial`) builds each one first: at a limit, or when its client leaves, that
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from twellctl.decoding.engine import Guide, QueueFull
-from twellctl.serving.guides import Guides, no_schema
+from twellctl.serving.guides import Grammar, Guides
 from twellctl.serving.preparing import in_daemon_thread
 
 SECONDS = 10  # of a processor
@@ -34,8 +34,8 @@ class Grammars:
         self._turn = asyncio.Lock()
         self._trial: _Trial | None = None
 
-    async def __call__(self, grammar: str) -> Callable[[], Guide]:
-        """What gives each text the guide of a `grammar` of `Guides.grammar`.
+    async def __call__(self, grammar: Grammar) -> Callable[[], Guide]:
+        """What gives each text the guide of a `grammar`.
 
         `ApiError` for one that is wrong or takes too much, `QueueFull` if too many wait. It is
         tried no longer once the caller is cancelled.
@@ -46,12 +46,12 @@ class Grammars:
         try:
             async with self._turn:
                 try:
-                    error = await self._tried(grammar)
+                    error = await self._tried(grammar.text)
                 except BaseException:  # the process may be in the middle of it
                     await self.close()
                     raise
                 if error:
-                    raise no_schema(error)
+                    raise grammar.error(error)
                 _, built = in_daemon_thread(partial(self._guides.build, grammar))
                 return await built
         finally:

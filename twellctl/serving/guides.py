@@ -4,8 +4,10 @@ https://github.com/guidance-ai/llguidance says which of JSON Schema it knows. An
 with given tokens.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from packaging.version import Version
@@ -14,9 +16,17 @@ from twellctl.decoding.engine import Guide
 from twellctl.errors import bounded
 from twellctl.files.strict_json import to_json
 from twellctl.here.machine import version_of
-from twellctl.serving.request_fields import ApiError, invalid, unknown, unsupported
+from twellctl.serving.request_fields import (
+    ApiError,
+    check_text,
+    invalid,
+    refuse_keys,
+    unknown,
+    unsupported,
+)
 
 FIELD = "response_format"
+GRAMMAR = "%llguidance {}\n"  # how one begins
 _OBJECT = {"type": "object"}
 # Between two words of JSON: a space, or a new line and its indent. A model that may go on with
 # spaces may never stop.
@@ -25,25 +35,68 @@ _EXTENSION = "x-guidance"
 _LEAST = Version("1.9")  # older ones do not take _SPACE
 
 
-def parse_format(given: Any) -> dict[str, Any] | None:
-    """The JSON schema that the answer must follow; None: any text. Raises `ApiError`."""
-    must = 'must be {"type": "text"}, "json_object", or "json_schema" with {"schema": {...}}'
+def parse_format(given: Any, where: str = FIELD) -> dict[str, Any] | None:
+    """The JSON schema that the answer must follow; None: any text. Raises `ApiError`.
+
+    `json_object` may have a schema, as in llama.cpp's API. Schemas are followed, `strict` or not.
+    """
+    if given is None:
+        return None
     kind = given.get("type") if isinstance(given, dict) else None
-    if kind == "text" or given is None:
+    if kind == "text":
+        refuse_keys(where, given, {"type"})
         return None
     if kind == "json_object":
-        return _OBJECT
-    form = given.get("json_schema") if kind == "json_schema" else None
-    if not isinstance(form, dict) or not isinstance(form.get("schema"), dict):
-        raise invalid(FIELD, must, given)
-    return form["schema"]
+        refuse_keys(where, given, {"type", "schema"})
+        return parse_schema(f"{where}.schema", given.get("schema"), _OBJECT)
+    if kind == "json_schema" and isinstance(given.get("json_schema"), dict):
+        refuse_keys(where, given, {"type", "json_schema"})
+        return parse_named_schema(f"{where}.json_schema", given["json_schema"])
+    must = 'must be {"type": "text"}, "json_object", or "json_schema" with {"schema": {...}}'
+    raise invalid(where, must, given)
 
 
-def no_schema(why: str) -> ApiError:
-    """The error for a schema that no answer can follow here."""
-    return ApiError(
-        400, f"{FIELD}: {bounded(' '.join(why.split()), 300)}", param=FIELD, code="json_schema"
-    )
+def parse_named_schema(where: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The schema of {"name", "description", "strict", "schema"}; raises `ApiError`."""
+    refuse_keys(where, given, {"name", "description", "strict", "schema"})
+    for name in ("name", "description"):
+        check_text(f"{where}.{name}", given.get(name) or "")
+    if not isinstance(given.get("strict"), bool | None):
+        raise invalid(f"{where}.strict", "must be true or false", given["strict"])
+    return parse_schema(f"{where}.schema", given.get("schema"))
+
+
+def parse_schema(where: str, given: Any, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`given`, or the `default` for null, if it can be a JSON schema; raises `ApiError`."""
+    schema = default if given is None else given
+    if not isinstance(schema, dict):
+        raise invalid(where, "must be an object", given)
+    if _EXTENSION in schema:  # the library's own, which may loosen what the schema says
+        raise unknown(f"{where}.{_EXTENSION}")
+    return schema
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must follow, as llguidance reads it, and the parameter that asks for it."""
+
+    text: str
+    param: str
+
+    def error(self, why: str) -> ApiError:
+        """The error for a schema in it that no answer can follow here."""
+        said = bounded(" ".join(why.split()), 300)
+        return ApiError(400, f"{self.param}: {said}", param=self.param, code="json_schema")
+
+
+def schema_grammar(schema: dict[str, Any]) -> Grammar:
+    """The grammar of answers that follow `schema`."""
+    return Grammar(f"{GRAMMAR}start: {json_rule(schema)}\n", FIELD)
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    """A part of a grammar: JSON that follows `schema`."""
+    return f"%json {to_json(schema | {_EXTENSION: {'whitespace_pattern': _SPACE}})}"
 
 
 class Guides:
@@ -54,38 +107,30 @@ class Guides:
         self._lock = threading.Lock()
         self._known: Any = None
 
-    def grammar(self, schema: dict[str, Any]) -> str:
-        """The grammar of texts that follow `schema`; `ApiError` if no schema can be followed here.
-
-        Whether it is a schema, and how long it takes, shows when it is built.
-        """
+    def check(self, param: str) -> None:
+        """`ApiError` if no answer can follow a grammar here."""
         found = version_of("llguidance")
         if found is None or Version(found) < _LEAST:
             why = "no llguidance here is new enough"
-            raise unsupported(FIELD, f"{why}: pip install 'llguidance>=1.9'")
+            raise unsupported(param, f"{why}: pip install 'llguidance>=1.9'")
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
-            raise unsupported(FIELD, "this model's tokenizer is not from the tokenizers library")
-        if _EXTENSION in schema:  # the library's own, which may loosen what the schema says
-            raise unknown(f"{FIELD}.{_EXTENSION}")
-        from llguidance import LLMatcher
+            raise unsupported(param, "this model's tokenizer is not from the tokenizers library")
 
-        try:
-            return LLMatcher.grammar_from_json_schema(
-                to_json(schema), {"whitespace_pattern": _SPACE}
-            )
-        except ValueError as error:  # it is too deep, for example
-            raise no_schema(str(error)) from None
+    def mark(self, text: str) -> str:
+        """A part of a grammar: `text`, which may be a token of its own, like <tool_call>."""
+        token = self._tokenizer.backend_tokenizer.token_to_id(text)
+        return json.dumps(text) if token is None else text
 
     def tokens(self) -> dict[str, Any]:
         """What `grammar_trial` must know of the tokens."""
         tokenizer = self._tokenizer.backend_tokenizer.to_str()
         return {"tokenizer": tokenizer, "vocab_size": self._vocab_size, "ends": self._ends}
 
-    def build(self, grammar: str) -> Callable[[], Guide]:
+    def build(self, grammar: Grammar) -> Callable[[], Guide]:
         """What gives each text its guide. It can take long: `Grammars` tries it before."""
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._vocabulary(), grammar, log_level=0)
+        matcher = LLMatcher(self._vocabulary(), grammar.text, log_level=0)
         matcher.compute_bitmask()  # the first one takes longest
         refused = min(token for token in range(self._vocab_size) if token not in self._ends)
         return lambda: _Following(matcher.deep_copy(), refused)

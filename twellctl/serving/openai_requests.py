@@ -6,7 +6,7 @@ nothing. No HTTP, no torch.
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from twellctl.decoding.engine import MAX_TOP_LOGPROBS, Sampling
@@ -16,12 +16,14 @@ from twellctl.serving.request_fields import (
     flag,
     invalid,
     number,
+    refuse_keys,
     refuse_others,
     required,
     unknown,
     unsupported,
     whole,
 )
+from twellctl.serving.tools import CHOICE, PARALLEL, TOOLS, Calling, parse_tools
 
 MAX_CHOICES = 128
 MAX_COMPLETION_LOGPROBS = 5
@@ -57,10 +59,8 @@ _LACKING_IN_CHAT: dict[str, tuple] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "tool_choice": ("none", "auto"),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -68,6 +68,7 @@ _LACKING_IN_COMPLETIONS: dict[str, tuple] = {"best_of": (1,), "suffix": ("",)}
 # fields of a message besides role and content; those not passed on to the template change no text
 _PASSED_ON = {"name", "reasoning_content", "tool_call_id", "tool_calls"}
 _LABELS_OF_MESSAGES = {"annotations", "cache_control", "id"}
+_LABELS_OF_PARTS = {"annotations", "cache_control", "id", "logprobs"}
 TEXTS = ("text", "input_text", "output_text")  # kinds of parts
 _OURS = {"messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message"}
 # what generation_config.json may say, and OpenAI's values
@@ -91,7 +92,7 @@ class Options:
 class ChatRequest:
     """`template`: what else the chat template is to know; `goes_on`: the last message is open.
 
-    `tools` are functions that the model may call; `schema` is the JSON schema of the answer;
+    `calling`: the functions that the model may call; `schema` is the JSON schema of the answer;
     `param` is what the client calls its messages.
     """
 
@@ -99,7 +100,7 @@ class ChatRequest:
     options: Options
     template: dict[str, Any]
     goes_on: bool = False
-    tools: tuple[dict[str, Any], ...] = ()
+    calling: Calling = field(default_factory=Calling)
     schema: dict[str, Any] | None = None
     param: str = "messages"
 
@@ -119,7 +120,7 @@ def parse_chat(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) -> C
     `defaults`: for what of `DEFAULTS` it does not name.
     """
     own = {"messages", "logprobs", "top_logprobs", "chat_template_kwargs", "continue_final_message"}
-    own |= {"tools", FIELD}
+    own |= {TOOLS, CHOICE, PARALLEL, FIELD}
     refuse_others(body, own | _COMMON | _LABELS, lacking=_LACKING | _LACKING_IN_CHAT)
     messages = required(body, "messages")
     if not isinstance(messages, list) or not messages:
@@ -135,20 +136,7 @@ def parse_chat(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) -> C
         raise invalid("continue_final_message", must, goes_on)
     options = _options(body, _chat_logprobs(body), defaults)
     schema = parse_format(body.get(FIELD))
-    return ChatRequest(checked, options, template, goes_on, _tools(body), schema)
-
-
-def _tools(body: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The tools to offer; none if the request forbids calls."""
-    tools = body.get("tools", [])
-    must = 'must be a list of {"type": "function", "function": {"name": ...}}'
-    if not isinstance(tools, list):
-        raise invalid("tools", must, tools)
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid("tools", must, tool)
-    return () if body.get("tool_choice") == "none" else tuple(tools)
+    return ChatRequest(checked, options, template, goes_on, parse_tools(body), schema)
 
 
 def parse_completion(
@@ -307,9 +295,10 @@ def _content(message: dict[str, Any], where: str) -> str:
         return ""  # of one that called tools, for example
     if not isinstance(content, list):
         return check_text(where, content)
-    for part in content:
+    for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") not in TEXTS:
             raise invalid(where, 'may only hold parts like {"type": "text", "text": "..."}', part)
+        refuse_keys(f"{where}[{index}]", part, {"type", "text", *_LABELS_OF_PARTS})
     return "".join(check_text(where, part.get("text")) for part in content)
 
 

@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from twellctl.decoding.engine import Engine, Guide, Sampling
-from twellctl.serving.guides import Given, Guides
+from twellctl.serving.guides import FIELD, Given, Grammar, Guides, schema_grammar
 from twellctl.serving.logprobs import TokenSpelling
 from twellctl.serving.openai_requests import ChatRequest, CompletionRequest, Options
 from twellctl.serving.request_fields import ApiError, invalid, unsupported
-from twellctl.serving.tools import knows_tools
+from twellctl.serving.tools import TOOLS, call_grammar, knows_tools
 from twellctl.text.tokens import chat_text, encode_text, encode_written, longest_token, surely_more
 
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill the context
@@ -72,7 +72,7 @@ class Plan:
     prompt_tokens: int
     options: Options
     calls: bool = False  # tools may be called
-    grammar: str | None = None  # that all choices are to follow, of `Guides.grammar`
+    grammar: Grammar | None = None  # that all choices must follow
 
     def guided(self, guide: Callable[[], Guide]) -> "Plan":
         """This plan with a guide for each choice."""
@@ -91,10 +91,10 @@ def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
     """The work of a chat request; raises `ApiError`."""
     _check(model, request.options, 1)
     given = model.template | request.template
-    if request.tools:
+    if request.calling.tools:
         if not knows_tools(model.tokenizer):
-            raise unsupported("tools", "this model's chat template does not call them")
-        given |= {"tools": list(request.tools)}
+            raise unsupported(TOOLS, "this model's chat template does not call them")
+        given |= {"tools": list(request.calling.tools)}
     try:
         text = chat_text(
             model.tokenizer,
@@ -107,9 +107,23 @@ def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
         raise ApiError(400, str(error), param=request.param, code="chat_template") from error
     prompt = _encoded(model, text, encode_written, request.param)
     budget = _budget(model.engine, prompt, request.options.max_tokens, None, request.param)
-    grammar = None if request.schema is None else model.guides.grammar(request.schema)
     tasks = _tasks(0, prompt, [], request.options, budget)
-    return Plan(tasks, len(prompt), request.options, bool(request.tools), grammar)
+    calls = bool(request.calling.tools)
+    return Plan(tasks, len(prompt), request.options, calls, _grammar(model, request))
+
+
+def _grammar(model: ServedModel, request: ChatRequest) -> Grammar | None:
+    """What the answers must follow; None: nothing. Raises `ApiError`."""
+    guides = model.guides
+    if request.calling.is_guided:
+        guides.check(TOOLS)
+        if request.schema is not None:
+            raise unsupported(FIELD, "with tools that are strict or must be called")
+        return call_grammar(request.calling, guides.mark)
+    if request.schema is not None:
+        guides.check(FIELD)
+        return schema_grammar(request.schema)
+    return None
 
 
 def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:

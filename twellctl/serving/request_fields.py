@@ -124,6 +124,13 @@ def refuse_others(body: dict[str, Any], taken: set[str], lacking: dict[str, tupl
             raise unsupported(name)
 
 
+def refuse_keys(where: str, given: dict[str, Any], taken: set[str]) -> None:
+    """The errors for all fields of a nested object but `taken`; null asks for nothing."""
+    for name, value in given.items():
+        if name not in taken and value is not None:
+            raise unknown(f"{where}.{name}")
+
+
 def _same(value: Any, other: Any) -> bool:
     """Equal as JSON values: true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)

@@ -4,9 +4,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from twellctl.serving.completion import Piece
+from twellctl.serving.guides import parse_format, parse_named_schema
 from twellctl.serving.openai_requests import DEFAULTS, ChatRequest, parse_chat
 from twellctl.serving.openai_responses import Answer, Choice, Usage
-from twellctl.serving.request_fields import invalid, refuse_others, required, unsupported
+from twellctl.serving.request_fields import (
+    invalid,
+    refuse_keys,
+    refuse_others,
+    required,
+    unsupported,
+)
 
 SYSTEM = "instructions"
 _SAME = (  # fields that mean the same in a chat request
@@ -24,6 +31,8 @@ _SAME = (  # fields that mean the same in a chat request
     "top_k",
     "min_p",
 )
+_KEPT = ("role", "content")  # of an item
+_LABELS = ("type", "id", "status")  # what an answer says of itself, as clients send it back
 # with the values that ask for nothing; null always does
 _LACKING: dict[str, tuple] = {
     "background": (False,),
@@ -46,8 +55,6 @@ def parse_response(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) 
     """A /v1/responses request as the chat that it is; raises `ApiError`."""
     refuse_others(body, {*_SAME, "text", "input", SYSTEM, "max_output_tokens"}, _LACKING)
     chat = {name: body[name] for name in _SAME if name in body}
-    if "text" in body:
-        chat["response_format"] = _format(body["text"])
     given = required(body, "input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -55,25 +62,30 @@ def parse_response(body: dict[str, Any], defaults: dict[str, float] = DEFAULTS) 
     for item in items:
         if isinstance(item, dict) and item.get("type", "message") != "message":
             raise unsupported(f"input of type {item['type']}")
-    kept = ("role", "content")  # the rest is what the answer before said of itself
+    for number, item in enumerate(items):
+        if isinstance(item, dict):
+            refuse_keys(f"input[{number}]", item, {*_KEPT, *_LABELS})
     messages = [{"role": "system", "content": body[SYSTEM]}] if body.get(SYSTEM) else []
     for item in items:
         is_message = isinstance(item, dict)
-        messages.append({key: item[key] for key in kept if key in item} if is_message else item)
+        messages.append({key: item[key] for key in _KEPT if key in item} if is_message else item)
     if "max_output_tokens" in body:
         chat["max_tokens"] = body["max_output_tokens"]
-    return replace(parse_chat(chat | {"messages": messages}, defaults), param="input")
+    made = parse_chat(chat | {"messages": messages}, defaults)
+    return replace(made, param="input", schema=_schema(body.get("text", {})))
 
 
-def _format(text: Any) -> Any:
-    """`text` of a request as a chat's response_format."""
+def _schema(text: Any) -> dict[str, Any] | None:
+    """The schema of answers, from the field `text`."""
     if not isinstance(text, dict):
         raise invalid("text", "must be an object", text)
     for name in text.keys() - {"format"}:
         raise unsupported(f"text.{name}")
-    form = text.get("format", {"type": "text"})
-    is_schema = isinstance(form, dict) and form.get("type") == "json_schema"
-    return {"type": "json_schema", "json_schema": form} if is_schema else form
+    form = text.get("format")
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        named = {name: value for name, value in form.items() if name != "type"}
+        return parse_named_schema("text.format", named)
+    return parse_format(form, "text.format")
 
 
 @dataclass(frozen=True)

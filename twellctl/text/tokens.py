@@ -16,12 +16,16 @@ _USUAL = 8  # characters of a token, more than texts have on average
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """The tokens of `text`, with what the tokenizer puts around a text.
+    """The tokens of `text` as a prompt, with what the tokenizer puts in front of a text.
 
-    A text that begins with the token that is put before a text does not get it twice.
+    A text that begins with the token that is put before a text does not get it twice. The end token
+    that some tokenizers put after a text (`add_eos_token`) is left out.
     """
     tokens, bos = tokenizer.encode(text, verbose=False), tokenizer.bos_token_id
-    return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
+    if bos is not None and tokens[:2] == [bos, bos]:
+        tokens = tokens[1:]
+    ends = tokenizer.encode("a", verbose=False)[-1:] == [tokenizer.eos_token_id]
+    return tokens[:-1] if ends else tokens
 
 
 def opening_of(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
