@@ -20,10 +20,11 @@ from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.firing.profiled import save_profile
 from twellctl.fitting import plan as plans
-from twellctl.fitting.fit import Fitting
 from twellctl.fitting.plan import Shape, plan
 from twellctl.fitting.settings import Fit, windows_held_out
+from twellctl.fitting.walk import Walk
 from twellctl.generate import generate
+from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.linear_map import num_mapped
 from twellctl.models.loading import quiet_transformers
 from twellctl.profile import profile
@@ -103,12 +104,13 @@ def test_a_fit_of_bf16_weights_holds_states_in_bf16(
         wide = AutoModelForCausalLM.from_pretrained(folder := make_model(family, **how))
         wide.bfloat16().save_pretrained(source)
         AutoTokenizer.from_pretrained(folder).save_pretrained(source)
-    dtypes, measure = set(), Fitting.held_out
-    monkeypatch.setattr(
-        Fitting,
-        "held_out",
-        lambda fit: dtypes.update((fit.teacher.dtype, fit.student.dtype)) or measure(fit),
-    )
+    dtypes, measure = set(), Walk.held_out
+
+    def seen(walk):
+        dtypes.update((walk.states.original.dtype, walk.states.changed.dtype))
+        return measure(walk)
+
+    monkeypatch.setattr(Walk, "held_out", seen)
     held = convert(source, out, data=[str(text_file)], **QUICK).fitted.held_out
     assert dtypes == {torch.bfloat16}
     ids = _held_out(source, text_file)
@@ -198,7 +200,7 @@ def test_two_runs_and_one_that_was_killed_give_the_same_bits(
 
     how = QUICK | {"data": (str(text_file),), "steps": 5, "step_tokens": 64}  # as flags come
     with pytest.raises(Killed):
-        convert(source, tmp_path / "out", told=stop_at_the_second, **how)
+        convert(source, tmp_path / "out", progress=stop_at_the_second, **how)
     (*first, left), (done, *_) = said
     assert (first, done) == ([0, 2, 0.0], 1)  # on a CPU with a guess before the first layer
     assert 0 < left < 60
@@ -209,6 +211,12 @@ def test_two_runs_and_one_that_was_killed_give_the_same_bits(
     assert not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match="other settings"):
         convert(source, tmp_path / "out", **how | {"steps": 6})
+    settings = tmp_path / "out.run/fit.json"
+    now = settings.read_text()
+    settings.write_text(json.dumps({k: v for k, v in json.loads(now).items() if k != "format"}))
+    with pytest.raises(UsageError, match="or of another version"):
+        convert(source, tmp_path / "out", **how)
+    settings.write_text(now)
     doing = []
     done = convert(source, tmp_path / "out", doing=doing.append, **how)
     screen.converted(done, "silu")
@@ -264,10 +272,23 @@ def test_little_text_is_fitted_on_before_it_is_held_out():
     assert windows_held_out(Fit(eval_windows=7), 90) == 7
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_plan_counts_attention_with_the_layers(make_model, family):
+    source = make_model(family)
+    shape = plans.shape_of(open_checkpoint(source))
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(source)
+    layer = sum(weight.numel() for weight in model.model.layers[0].parameters())
+    assert shape.num_weights == layer
+    assert shape.other_weights == sum(w.numel() for w in model.parameters()) - 2 * layer
+
+
 def test_the_report_names_no_path(fitted, text_file):
     _, out, done = fitted()
     report = json.loads((out / "twell_fit.json").read_text())
     assert report["held_out"]["kl"] == done.fitted.held_out.kl
+    assert report["settings"]["density"] == done.fitted.wanted == 1.0
+    assert "wanted" not in report
     card = " ".join((out / "README.md").read_text().split())
     assert "fitted to its source layer by layer. Each FFN has 16 extra neurons" in card
     assert str(text_file.parent) not in (out / "twell_fit.json").read_text()

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from twellctl.fitting import layer as layers
-from twellctl.fitting.ffn import GatedFfn
+from twellctl.fitting.ffn import FfnText, GatedFfn
 from twellctl.fitting.layer import HowToFit, find_direction, fit_layer
 from twellctl.fitting.least_squares import NotSolved, Products, solved
-from twellctl.fitting.steps import LayerText, Steps, _gradients
+from twellctl.fitting.steps import Steps, _gradients
 
 N, K = 96, 32
 
@@ -26,7 +26,7 @@ def drawn_text(ffn, tokens=3000, seed=1):
     z = torch.randn(tokens, K) + torch.linspace(1, 2, K)
     hidden = F.silu(ffn.gates(z)) * ffn.ups(z)
     wanted = F.linear(hidden, ffn.down, ffn.down_bias)
-    return LayerText(z, torch.rand(tokens) + 0.5, lambda tokens: wanted[tokens])
+    return FfnText(z, torch.rand(tokens) + 0.5, lambda tokens: wanted[tokens])
 
 
 def error_of(ffn, text):
@@ -49,6 +49,22 @@ def test_least_squares_are_those_of_float64():
     found = solved(products, (8, 4), 0.01)
     assert found.is_contiguous()  # GPUs send nothing else to each other
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_ridge_of_a_block_is_a_share_of_its_own_squares():
+    """Blocks of very different scale, as neurons and what an FFN reads are, are solved as one."""
+    torch.manual_seed(0)
+    features, rest = torch.randn(500, 12), torch.randn(500, 5)
+    found = []
+    for scale in (1, 1e3):
+        scales = torch.cat([torch.full((8,), 1.0), torch.full((4,), float(scale))])
+        products = Products(12, 5, features.device)
+        products.add((features * scales).T, rest.T)
+        products.over_processes()
+        found.append(solved(products, (8, 4), 0.5) * scales[:, None])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+    small = found[0][:8].norm()
+    assert small > 0.1 * found[0].norm()
 
 
 def test_products_through_a_map_are_those_of_mapped_features():
@@ -100,7 +116,7 @@ def test_the_map_carries_what_a_linear_layer_gives():
     ffn = drawn_ffn()
     z = drawn_text(ffn).z + 8
     linear = torch.randn(K, K) / 5
-    text = LayerText(z, torch.ones(len(z)), lambda t: z[t] @ linear.T)
+    text = FfnText(z, torch.ones(len(z)), lambda t: z[t] @ linear.T)
     made, _ = fit_layer(ffn, text, 0.0, HowToFit(K, 1e-6, torch.float32, None))
     away = (text.wanted(slice(None)) - made(z)).norm() / (z @ linear.T).norm()
     assert away < 0.02
@@ -126,7 +142,7 @@ def test_gradients_are_those_of_autograd(biases):
     ffn = drawn_ffn(biases=biases)
     text, direction = drawn_text(ffn, 64), torch.randn(K) / 5
     weights = {name: w for name, w in vars(ffn).items() if w is not None}
-    weights["line"] = torch.randn(K, K) / 5
+    weights["map"] = torch.randn(K, K) / 5
     picked, scale, price = torch.arange(0, 64, 2), torch.tensor(7.0), torch.tensor(0.01)
     found, fired = _gradients(weights, direction, text, picked, scale, price)
     leaves = {name: w.double().requires_grad_() for name, w in weights.items()}
@@ -136,7 +152,7 @@ def test_gradients_are_those_of_autograd(biases):
     soft = torch.sigmoid(gate / 0.05)
     straight = gate * soft + (gate.relu() - gate * soft).detach()  # ReLU, with that gradient
     mapped = z * (z @ direction.double()).relu()[:, None]
-    out = (straight * up) @ leaves["down"].T + mapped @ leaves["line"].T
+    out = (straight * up) @ leaves["down"].T + mapped @ leaves["map"].T
     out = out + leaves.get("down_bias", zeros)
     away = (out - text.wanted(picked).double()).square().sum(1)
     loss = (away * text.weights[picked].double()).sum() / 7 + 0.01 * soft.sum()
@@ -150,7 +166,7 @@ def test_sums_in_front_of_steps_are_of_every_third_part(monkeypatch):
     monkeypatch.setattr(layers, "AT_ONCE", 100)
     ffn, direction = drawn_ffn(biases=True), torch.randn(K) / 5
     text, kept = drawn_text(ffn, 1000), torch.arange(1000).view(10, 100)[::3].flatten()
-    some = LayerText(text.z[kept], text.weights[kept], lambda t: text.wanted(kept[t]))
+    some = FfnText(text.z[kept], text.weights[kept], lambda t: text.wanted(kept[t]))
     found, expected = (
         layers._products(ffn, torch.zeros(K, K), direction, of, stride)
         for of, stride in ((text, 3), (some, 1))

@@ -29,9 +29,13 @@ from twellctl.text.reading import text_files
 from twellctl.training.recipe import run_folder
 
 if TYPE_CHECKING:
+    from accelerate import PartialState
+
     from twellctl.fitting.run import Fitted
 
-Told = Callable[[int, int, float, float], None]
+Doing = Callable[[str], None]
+# called with (layers fitted, of how many, how far hidden states differ, seconds left)
+Progress = Callable[[int, int, float, float], None]
 
 
 @dataclass(frozen=True)
@@ -56,28 +60,28 @@ def convert(
     *,
     revision: str | None = None,
     overwrite: bool = False,
-    doing: Callable[[str], None] = lambda text: None,
-    told: Told = lambda done, total, differ, left: None,
+    doing: Doing = lambda text: None,
+    progress: Progress = lambda done, total, differ, left: None,
     **settings: Any,
 ) -> Converted:
     """Write to `out` the `model` (a folder or hub id) as a ReLU model.
 
     `settings` are the fields of `Fit`. With `data`, the model is fitted. Repeat the call to
     continue after an interruption. Under torchrun, all processes share the text. Without `data`,
-    the weight files are copied. `told` gets (layers fitted, of, how far hidden states differ,
-    seconds left) after each layer, on a CPU also before the first. The result loads with plain
-    `AutoModelForCausalLM.from_pretrained(out)`. Raises `TwellError`.
+    the weight files are copied. `progress` is called with (layers fitted, of how many, how far
+    hidden states differ, seconds left) after each layer, on a CPU also before the first. The result
+    loads with plain `AutoModelForCausalLM.from_pretrained(out)`. Raises `TwellError`.
     """
     out, fit = from_home(out), chosen(Fit, settings)
-    if not fit.data and settings.keys() - {"data"}:
-        raise UsageError(f"{min(settings.keys() - {'data'})} is for a fit: give it text with data")
-    if not fit.data:
-        with claimed(out, overwrite=overwrite, inputs=(from_home(model),)) as claim:
-            checkpoint = open_source(model, revision, fit)
-            with claim.staged() as stage:
-                copy_weights(checkpoint, stage)
-                return _written(checkpoint, out, stage, None)
-    return _fitted(model, out, fit, revision, overwrite, doing, told)
+    if fit.data:
+        return _fitted(model, out, fit, revision, overwrite, doing, progress)
+    if given := settings.keys() - {"data"}:
+        raise UsageError(f"{min(given)} is for a fit: give it text with data")
+    with claimed(out, overwrite=overwrite, inputs=(from_home(model),)) as claim:
+        checkpoint = open_source(model, revision, fit)
+        with claim.staged() as stage:
+            copy_weights(checkpoint, stage)
+            return _written(checkpoint, out, stage, None)
 
 
 def _fitted(
@@ -86,16 +90,15 @@ def _fitted(
     fit: Fit,
     revision: str | None,
     overwrite: bool,
-    doing: Callable[[str], None],
-    told: Told,
+    doing: Doing,
+    progress: Progress,
 ) -> Converted:
     import torch
     from accelerate import PartialState
 
-    from twellctl.fitting.plan import plan_of, require_room
-    from twellctl.fitting.run import fit_weights, fitted_tensors, prepare_fit
+    from twellctl.fitting.folder import prepare_fit
+    from twellctl.fitting.plan import require_room
     from twellctl.here.processes import in_all, in_the_first
-    from twellctl.models.shard_writer import write_shards
 
     run, inputs = run_folder(out), [*map(from_home, (model, *fit.data)), *text_files(fit.data)]
     world = PartialState(cpu=not torch.cuda.is_available())
@@ -109,37 +112,66 @@ def _fitted(
         world.wait_for_everyone()
         doing(f"going on with the layers in {run}" if goes_on else "fitting the first layer")
         if not goes_on and world.device.type == "cpu":  # where a layer can take an hour
-            told(0, checkpoint.ffn.num_layers, 0.0, plan_of(checkpoint, fit).seconds)
-        try:
-            fitted = fit_weights(checkpoint, run, fit, world, told)
-        except torch.OutOfMemoryError as error:
-            raise TwellError("out of GPU memory: give fewer --tokens, or more GPUs") from error
+            _guess(checkpoint, fit, progress)
+        fitted = _fit(checkpoint, run, fit, world, progress)
         if not world.is_main_process:
             return _result(checkpoint, out, fitted, False)
         doing(f"writing {out}")
         with claim.staged() as stage:
-            write_shards(fitted_tensors(checkpoint, run), stage)
-            # what the fit was told, without paths of this machine, and what it came to
-            settings = {k: v for k, v in dataclasses.asdict(fit).items() if k != "data"}
-            report = {"settings": settings} | dataclasses.asdict(fitted)
-            (stage / FIT_FILE).write_text(json_text(report), encoding="utf-8")
+            _write_fit(checkpoint, run, stage, fit, fitted)
             made = _written(checkpoint, out, stage, fitted)
         shutil.rmtree(run, ignore_errors=True)
         return made
 
 
+def _guess(checkpoint: Checkpoint, fit: Fit, progress: Progress) -> None:
+    """Say what the whole fit is thought to take."""
+    from twellctl.fitting.plan import plan_of
+
+    progress(0, checkpoint.ffn.num_layers, 0.0, plan_of(checkpoint, fit).seconds)
+
+
+def _fit(
+    checkpoint: Checkpoint, run: Path, fit: Fit, world: "PartialState", progress: Progress
+) -> "Fitted":
+    import torch
+
+    from twellctl.fitting.run import fit_weights
+
+    try:
+        return fit_weights(checkpoint, run, fit, world, progress)
+    except torch.OutOfMemoryError as error:
+        raise TwellError("out of GPU memory: give fewer --tokens, or more GPUs") from error
+
+
+def _write_fit(checkpoint: Checkpoint, run: Path, stage: Path, fit: Fit, fitted: "Fitted") -> None:
+    """The weights, and the report: settings without paths of this machine, and what came of it."""
+    from twellctl.fitting.run import fitted_tensors
+    from twellctl.models.shard_writer import write_shards
+
+    write_shards(fitted_tensors(checkpoint, run), stage)
+    settings = {k: v for k, v in dataclasses.asdict(fit).items() if k != "data"}
+    figures = {k: v for k, v in dataclasses.asdict(fitted).items() if k != "wanted"}  # a setting
+    (stage / FIT_FILE).write_text(json_text({"settings": settings} | figures), encoding="utf-8")
+
+
 def _written(checkpoint: Checkpoint, out: Path, stage: Path, fitted: "Fitted | None") -> Converted:
-    """Put what belongs beside the weights into `stage`."""
+    """Put what belongs to the weights into `stage`."""
     copy_side_files(checkpoint, stage)
-    twell = new_twell(checkpoint.ffn.num_layers, checkpoint.hub_id, checkpoint.activation)
-    config = checkpoint.config | {checkpoint.activation_key: "relu", "twell": twell}
-    if fitted and fitted.map_neurons:
-        twell["map_neurons"] = fitted.map_neurons
-        config["intermediate_size"] = checkpoint.ffn.intermediate_size + fitted.map_neurons
-    config.pop("auto_map", None)  # the stock class serves, and the code is not carried over
-    write_config(stage, config)
+    write_config(stage, _config(checkpoint, fitted.map_neurons if fitted else 0))
     write_card(stage, out.name, checkpoint.path)
     return _result(checkpoint, out, fitted, has_chat_template(stage))
+
+
+def _config(checkpoint: Checkpoint, map_neurons: int) -> dict[str, Any]:
+    """config.json of the converted model."""
+    twell = new_twell(checkpoint.ffn.num_layers, checkpoint.hub_id, checkpoint.activation)
+    config = checkpoint.config | {checkpoint.activation_key: "relu", "twell": twell}
+    if map_neurons:
+        twell["map_neurons"] = map_neurons
+        config["intermediate_size"] = checkpoint.ffn.intermediate_size + map_neurons
+    config.pop("auto_map", None)  # the stock class serves, and the code is not carried over
+    return config
 
 
 def _result(

@@ -6,9 +6,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from twellctl.convert import convert
-from twellctl.fitting.ffn import GatedFfn
+from twellctl.fitting.ffn import FfnText, GatedFfn
 from twellctl.fitting.layer import HowToFit, fit_layer
-from twellctl.fitting.steps import LayerText, Steps
+from twellctl.fitting.steps import Steps
 
 pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
@@ -31,7 +31,7 @@ def test_two_runs_and_one_that_was_killed_give_the_same_bits(
             raise Killed
 
     with pytest.raises(Killed):
-        convert(source, tmp_path / "killed", told=killed, **how)
+        convert(source, tmp_path / "killed", progress=killed, **how)
     found = []
     for name in ("killed", "again"):
         convert(source, tmp_path / name, **how)
@@ -70,7 +70,7 @@ def test_a_layer_is_fitted_as_on_the_cpu():
         ("cuda", torch.bfloat16),
     ):
         there = wanted.to(device)
-        text = LayerText(z.to(device, dtype), weights.to(device), lambda t, there=there: there[t])
+        text = FfnText(z.to(device, dtype), weights.to(device), lambda t, there=there: there[t])
         own = GatedFfn(*(w.to(device) for w in (ffn.gate, ffn.up, ffn.down)))
         how = HowToFit(32, 1e-3, torch.float32, Steps(100, 2048, 0.003, 0))
         made, _ = fit_layer(own, text, 0.02, how)

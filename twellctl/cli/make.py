@@ -87,7 +87,7 @@ def convert(
             revision=revision,
             overwrite=overwrite,
             doing=ui.doing,
-            told=screen.fitting,
+            progress=screen.fitting,
             **flags,
         )
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM

@@ -1,5 +1,6 @@
-"""The weights of one gated FFN, as fitting holds and changes them."""
+"""The weights of one gated FFN, as fitting holds and changes them, and the text to fit it on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,6 +8,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import weights_of_gate_and_up
+
+
+@dataclass(frozen=True)
+class FfnText:
+    """What an FFN reads and is to give, for all tokens of this process.
+
+    `z` `[T, K]` is its input, `weights` `[T]` is what the squared error of a token counts, and
+    `wanted(tokens)` is the output wanted `[*, K]`, float32, of a slice or index of the tokens.
+    """
+
+    z: Tensor
+    weights: Tensor
+    wanted: Callable[[slice | Tensor], Tensor]
+
+    def __len__(self) -> int:
+        return len(self.z)
+
+
+def token_weights(states: Tensor) -> Tensor:
+    """`[T]`: one over the mean square of each of the states `[..., K]`."""
+    return 1 / states.flatten(0, -2).square().mean(-1).clamp(min=1e-12)
 
 
 @dataclass(frozen=True)
@@ -27,6 +49,17 @@ class GatedFfn:
         down = ffn.down_proj
         return cls(gate, up, down.weight, gate_bias, up_bias, down.bias)
 
+    def named(self, ffn: nn.Module) -> dict[str, Tensor]:
+        """The tensors under the names that the stock module `ffn` has for them."""
+        named = {"down_proj.weight": self.down, "down_proj.bias": self.down_bias}
+        pairs = {"weight": (self.gate, self.up), "bias": (self.gate_bias, self.up_bias)}
+        for kind, (gate, up) in pairs.items():
+            if not hasattr(ffn, "gate_up_proj"):
+                named |= {f"gate_proj.{kind}": gate, f"up_proj.{kind}": up}
+            elif gate is not None and up is not None:
+                named[f"gate_up_proj.{kind}"] = torch.cat([gate, up])
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
     def gates(self, z: Tensor) -> Tensor:
         """`[T, N]` before the activation, of inputs `[T, K]`."""
         return F.linear(z, self.gate.to(z.dtype), _like(self.gate_bias, z))
@@ -35,9 +68,9 @@ class GatedFfn:
         """`[T, N]`, of inputs `[T, K]`."""
         return F.linear(z, self.up.to(z.dtype), _like(self.up_bias, z))
 
-    def __call__(self, z: Tensor) -> Tensor:
-        """`[T, K]`, with ReLU."""
-        hidden = self.gates(z).relu_().mul_(self.ups(z))
+    def __call__(self, z: Tensor, act: Callable[[Tensor], Tensor] = torch.relu_) -> Tensor:
+        """`[T, K]`, with the activation `act`."""
+        hidden = act(self.gates(z)).mul_(self.ups(z))
         return F.linear(hidden, self.down.to(z.dtype), _like(self.down_bias, z))
 
     def rounded(self, dtype: torch.dtype) -> "GatedFfn":

@@ -1,11 +1,13 @@
-"""One layer: its gated FFN of N neurons becomes a ReLU FFN of N + R.
+"""One FFN made ReLU: a gated FFN of N neurons becomes a ReLU FFN of N + R.
 
     direction  `w` with `w . z = 1` for nearly every token, by least squares: what an FFN reads is
                normalised and far from centred. A shift `t` of a gate is then a change `-t w` of its
                weights, a bias without a bias; and a neuron whose gate is `w` always fires.
     shifts     gate n moves down by `threshold / (rms(up n) |down n|)`: so a neuron fires only where
                what it gives may be larger than the threshold, which is one for the whole model.
-    steps      of Adam on the layer's weights and the map (`steps.py`), between two least squares.
+    steps      of Adam on the FFN's weights and the map (`steps.py`), between two least squares.
+               They hold the density that is measured after the shifts, not the one asked for: the
+               threshold has shared that out among the layers, by what their neurons are worth.
     solve      least squares of what is wanted on `[relu(gate z) * up z, z]`: down and a map of `z`.
     map        cut to the rank R that gives most on this text; then down and the map's outputs are
                solved for again, from the same sums.
@@ -20,15 +22,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from twellctl.fitting.ffn import GatedFfn
-from twellctl.fitting.least_squares import (
-    Products,
-    same_in_all,
-    solved,
-    sum_over_processes,
-    tf32,
-)
-from twellctl.fitting.steps import LayerText, Steps, take_steps
+from twellctl.fitting.ffn import FfnText, GatedFfn
+from twellctl.fitting.least_squares import Products, solved, tf32
+from twellctl.fitting.steps import Steps, take_steps
+from twellctl.here.processes import same_in_all, sum_over_processes
 
 DIRECTION_RIDGE = 1e-4
 AT_ONCE = 8192  # tokens whose features are held
@@ -49,26 +46,27 @@ class HowToFit:
 
 @torch.no_grad()
 def fit_layer(
-    ffn: GatedFfn, text: LayerText, threshold: float, how: HowToFit
+    ffn: GatedFfn, text: FfnText, threshold: float, how: HowToFit
 ) -> tuple[GatedFfn, float]:
     """(FFN of N + R neurons with weights as stored, share of the N that fire).
 
     `ffn` holds float32 weights of the model that is fitted; `threshold` 0 leaves its gates as they
-    are. `NotSolved` where the equations have no solution.
+    are. Steps hold the share that fires after the shifts. `NotSolved` where the equations have no
+    solution.
     """
     direction = find_direction(text).to(how.dtype).float()
     if threshold:
         ffn = replace(ffn, gate=ffn.gate - shifts(ffn, text, threshold)[:, None] * direction)
     ffn = ffn.rounded(how.dtype)
-    line = torch.zeros(len(direction), len(direction), device=direction.device)
+    full_map = torch.zeros(len(direction), len(direction), device=direction.device)
     stride = 1 if how.steps is None else stride_before_steps(len(text), *ffn.gate.shape)
-    products, fired = _products(ffn, line, direction, text, stride)
+    products, fired = _products(ffn, full_map, direction, text, stride)
     if how.steps is not None:
-        ffn, line = _solution(ffn, line, products, how.ridge)
-        ffn, line = take_steps(ffn, line, direction, text, fired, how.steps)
+        ffn, full_map = _solution(ffn, full_map, products, how.ridge)
+        ffn, full_map = take_steps(ffn, full_map, direction, text, fired, how.steps)
         ffn = ffn.rounded(how.dtype)
-        products, fired = _products(ffn, line, direction, text)
-    return _with_map(ffn, line, direction, products, how), fired
+        products, fired = _products(ffn, full_map, direction, text)
+    return _with_map(ffn, full_map, direction, products, how), fired
 
 
 def stride_before_steps(num_tokens: int, N: int, K: int) -> int:
@@ -76,7 +74,7 @@ def stride_before_steps(num_tokens: int, N: int, K: int) -> int:
     return max(1, min(FOR_STEPS, num_tokens // (ENOUGH * (N + K))))
 
 
-def find_direction(text: LayerText) -> Tensor:
+def find_direction(text: FfnText) -> Tensor:
     """`[K]` float32: its product with what the layer reads is nearest to 1."""
     K = text.z.shape[1]
     products = Products(K, 1, text.z.device)
@@ -93,7 +91,7 @@ def worth(ffn: GatedFfn, z: Tensor, weights: Tensor) -> Tensor:
     return (squares.sqrt() * ffn.down.norm(dim=0)).clamp(min=1e-12)
 
 
-def shifts(ffn: GatedFfn, text: LayerText, threshold: float) -> Tensor:
+def shifts(ffn: GatedFfn, text: FfnText, threshold: float) -> Tensor:
     """`[N]`: how far each gate moves down."""
     some = slice(None, None, max(1, len(text) // SCORED))
     values = worth(ffn, text.z[some], text.weights[some])
@@ -101,17 +99,18 @@ def shifts(ffn: GatedFfn, text: LayerText, threshold: float) -> Tensor:
 
 
 def _products(
-    ffn: GatedFfn, line: Tensor, direction: Tensor, text: LayerText, stride: int = 1
+    ffn: GatedFfn, full_map: Tensor, direction: Tensor, text: FfnText, stride: int = 1
 ) -> tuple[Products, float]:
-    """(sums over `[relu(gate z) * up z, mapped z]` and what `ffn` and `line` leave, share firing).
+    """(sums over `[relu(gate z) * up z, mapped z]` and what is left of the output, share firing).
 
-    Over the tokens of all processes, or every `stride`-th part of them. Features lie `[P, T]`, as
-    products of TF32 are fastest.
+    What is left is the output wanted less what `ffn` and `full_map` give. Over the tokens of all
+    processes, or every `stride`-th part of them. Features lie `[P, T]`, as products of TF32 are
+    fastest.
     """
     N, K = ffn.gate.shape
-    products = Products(N + K, K, line.device)
-    weights = torch.cat([ffn.down, line], 1)
-    fired = torch.zeros(2, dtype=torch.float64, device=line.device)
+    products = Products(N + K, K, full_map.device)
+    weights = torch.cat([ffn.down, full_map], 1)
+    fired = torch.zeros(2, dtype=torch.float64, device=full_map.device)
     for part in _parts(len(text), stride):
         z, root = text.z[part], text.weights[part].sqrt()
         gate = ffn.gates(z)
@@ -131,24 +130,24 @@ def _products(
 
 
 def _solution(
-    ffn: GatedFfn, line: Tensor, products: Products, ridge: float
+    ffn: GatedFfn, full_map: Tensor, products: Products, ridge: float
 ) -> tuple[GatedFfn, Tensor]:
     N, K = ffn.gate.shape
     change = solved(products, (N, K), ridge).T
-    return replace(ffn, down=ffn.down + change[:, :N]), line + change[:, N:]
+    return replace(ffn, down=ffn.down + change[:, :N]), full_map + change[:, N:]
 
 
 def _with_map(
-    ffn: GatedFfn, line: Tensor, direction: Tensor, products: Products, how: HowToFit
+    ffn: GatedFfn, full_map: Tensor, direction: Tensor, products: Products, how: HowToFit
 ) -> GatedFfn:
     """The FFN with down solved for and a map of rank R, as it will be stored."""
     N = len(ffn.gate)
-    _, whole = _solution(ffn, line, products, how.ridge)
+    _, whole = _solution(ffn, full_map, products, how.ridge)
     seen = whole @ products.gram[N:, N:] @ whole.T  # what the map gives, as sums of products
     outputs = torch.linalg.eigh(seen.double())[1][:, len(seen) - how.rank :].float()
     map_up = same_in_all((outputs.T @ whole).contiguous())
     map_up /= map_up.norm(dim=1, keepdim=True).clamp(min=1e-9)
-    products.right += products.gram[:, N:] @ line.T  # now what is left without any map
+    products.right += products.gram[:, N:] @ full_map.T  # now what is left without any map
     change = solved(products.through(map_up), (N, how.rank), how.ridge).T
     made = replace(ffn, down=ffn.down + change[:, :N])
     return made.with_map(direction, map_up, change[:, N:]).rounded(how.dtype)

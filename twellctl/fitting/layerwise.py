@@ -7,7 +7,7 @@ layer (masks, rotary positions) are recorded from a call of it, so that every fa
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class Layerwise:
 
     @contextlib.contextmanager
     def _instead(self, forward: Callable[[int], Callable]) -> Iterator[None]:
-        """Inside, layer i calls `forward(i)` in the place of its own."""
+        """Inside, layer i calls `forward(i)` instead of its own."""
         try:
             for index, layer in enumerate(self.layers):
                 layer.forward = forward(index)
@@ -101,10 +101,37 @@ class Layer:
 
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict, computing: Callable):
         self.module, self._args, self._kwargs, self._computing = module, args, kwargs, computing
-        (self.ffn,) = gated_ffns(module)
-        self.weights = GatedFfn.of(self.ffn)
         self.returns_tuple = False
         self.factor = self._find_factor()
+
+    @property
+    def ffn(self) -> nn.Module:
+        """Its gated FFN."""
+        (ffn,) = gated_ffns(self.module)
+        return ffn
+
+    @property
+    def weights(self) -> GatedFfn:
+        """The FFN's weights."""
+        return GatedFfn.of(self.ffn)
+
+    @property
+    def ffn_name(self) -> str:
+        """What the layer calls its FFN."""
+        return next(name for name, module in self.module.named_modules() if module is self.ffn)
+
+    def copy(self) -> "Layer":
+        """The same layer, over the same tensors; what is `put` into one the other does not get."""
+        made, tensors = copy.copy(self), [*self.module.parameters(), *self.module.buffers()]
+        made.module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
+        return made
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace weights and biases by these, by name; sizes of the FFN may be others."""
+        for name in tensors.keys() & dict(self.module.named_parameters()).keys():
+            owner, _, kind = name.rpartition(".")
+            weight = nn.Parameter(tensors[name].to(self.weights.down.device, torch.float32), False)
+            setattr(self.module.get_submodule(owner), kind, weight)
 
     def __call__(self, states: Tensor) -> Tensor:
         """What it gives for states `[B, L, K]`, in float32."""
@@ -130,28 +157,36 @@ class Layer:
     def gated(self, z: Tensor) -> Tensor:
         """What its FFN gives with its own activation, for inputs `[T, K]`, in float32."""
         with torch.no_grad(), self._computing():
-            hidden = activation_of(self.ffn)(self.weights.gates(z)) * self.weights.ups(z)
-            out = hidden @ self.weights.down.to(hidden.dtype).T
-            if self.weights.down_bias is not None:
-                out = out + self.weights.down_bias
+            weights = self.weights
+            hidden = activation_of(self.ffn)(weights.gates(z)) * weights.ups(z)
+            out = hidden @ weights.down.to(hidden.dtype).T
+            if weights.down_bias is not None:
+                out = out + weights.down_bias
         return out.float()
 
     def _with_ffn(self, forward: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-        self.ffn.forward = forward
+        ffn = self.ffn
+        ffn.forward = forward
         try:
             return self(states)
         finally:
-            del self.ffn.forward
+            del ffn.forward
 
     def _find_factor(self) -> float | None:
         """What the layer multiplies its FFN's output with before it adds it; None: it does more."""
-        device, K = self.weights.down.device, len(self.weights.down)
-        positions = self._kwargs.get("position_embeddings")
-        first = positions[0] if isinstance(positions, tuple | list) else positions
-        size = (1, PROBE_TOKENS if first is None else first.shape[1], K)
-        generator = torch.Generator(device).manual_seed(0)
-        states, output = (torch.randn(size, generator=generator, device=device) for _ in range(2))
+        down = self.weights.down
+        size = (1, self._probe_length(), len(down))
+        generator = torch.Generator(down.device).manual_seed(0)
+        states, output = (
+            torch.randn(size, generator=generator, device=down.device) for _ in range(2)
+        )
         added = self.with_output(states, output) - self._with_ffn(torch.zeros_like, states)
         factor = float((added * output).sum() / output.square().sum())
         error = float((added - factor * output).norm() / added.norm().clamp(min=1e-9))
         return factor if error < DIRECT and abs(factor) > 1e-6 else None
+
+    def _probe_length(self) -> int:
+        """How many tokens the recorded arguments are for."""
+        positions = self._kwargs.get("position_embeddings")
+        first = positions[0] if isinstance(positions, tuple | list) else positions
+        return PROBE_TOKENS if first is None else first.shape[1]

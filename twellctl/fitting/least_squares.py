@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from twellctl.errors import TwellError
-from twellctl.here.processes import is_one_of_several
+from twellctl.here.processes import same_in_all, sum_over_processes
 
 MOST_RIDGE = 1.0
-BLOCKS = 8  # of columns of a symmetric product, of which what is above the diagonal is left out
-COMPUTED = (1 + 1 / BLOCKS) / 2  # of it
+BLOCKS = 8  # of columns of a symmetric product; what is above the diagonal is left out
+COMPUTED = (1 + 1 / BLOCKS) / 2  # the share of it that is computed
 
 
 class NotSolved(TwellError):
@@ -53,10 +53,10 @@ class Products:
         """Those of other features: the last ones `z` `[T, Z]` became `last @ z` `[T, R]`."""
         kept = len(self.gram) - last.shape[1]
         made = object.__new__(Products)
-        beside = self.gram[:kept, kept:] @ last.T
-        below = last @ self.gram[kept:, kept:] @ last.T
-        top = torch.cat([self.gram[:kept, :kept], beside], 1)
-        made.gram = torch.cat([top, torch.cat([beside.T, below], 1)])
+        right = self.gram[:kept, kept:] @ last.T
+        corner = last @ self.gram[kept:, kept:] @ last.T
+        top = torch.cat([self.gram[:kept, :kept], right], 1)
+        made.gram = torch.cat([top, torch.cat([right.T, corner], 1)])
         made.right = torch.cat([self.right[:kept], last @ self.right[kept:]])
         return made
 
@@ -85,21 +85,6 @@ def _solved(products: Products, blocks: tuple[int, ...], ridge: float) -> Tensor
         return None
     change = torch.cholesky_solve(products.right.double(), factor).float()
     return change if bool(change.isfinite().all()) else None
-
-
-def sum_over_processes(*tensors: Tensor) -> None:
-    """Make each of `tensors` its sum over all processes."""
-    if is_one_of_several():
-        for tensor in tensors:
-            torch.distributed.all_reduce(tensor)
-
-
-def same_in_all(tensor: Tensor) -> Tensor:
-    """`tensor` as the first process has it, to the last bit, by rows."""
-    tensor = tensor.contiguous()  # GPUs send nothing else
-    if is_one_of_several():
-        torch.distributed.broadcast(tensor, 0)
-    return tensor
 
 
 class tf32:

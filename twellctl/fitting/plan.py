@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from twellctl.errors import TwellError, UsageError
-from twellctl.fitting.fit import LOGIT_TOKENS
+from twellctl.fitting.folder import TOKENS_A_WEIGHT
 from twellctl.fitting.layer import stride_before_steps
 from twellctl.fitting.least_squares import COMPUTED, tf32
-from twellctl.fitting.run import TOKENS_A_WEIGHT
 from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
 from twellctl.fitting.source import open_source
+from twellctl.fitting.walk import LOGIT_TOKENS
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, gpu_memory, stored_dtypes
 from twellctl.settings import chosen
@@ -30,9 +30,10 @@ TRIED = 1.1  # of the memory that is free, what a fit may be thought to take: th
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model: what a fit depends on. `num_weights` of one layer, `other_weights` beside.
+    """What a fit depends on of a model.
 
-    `state_bytes` are those of a number of a hidden state.
+    `num_weights` are those of one layer, `other_weights` those outside of the layers. `state_bytes`
+    are those of a number of a hidden state.
     """
 
     num_layers: int
@@ -86,8 +87,8 @@ def shape_of(checkpoint: Checkpoint) -> Shape:
     """The `Shape` of a model with gated FFNs."""
     ffn = checkpoint.ffn
     sizes = {name: math.prod(t.shape) for name, t in checkpoint.tensors.items()}
-    prefix = checkpoint.ffn_weights(0)[0].rpartition(".")[0].rpartition(".")[0]
-    in_layer = sum(size for name, size in sizes.items() if name.startswith(f"{prefix}."))
+    prefix = f"{checkpoint.layer_name(0)}."
+    in_layer = sum(size for name, size in sizes.items() if name.startswith(prefix))
     others = sum(sizes.values()) - ffn.num_layers * in_layer
     vocabulary = checkpoint.config.get("vocab_size") or 0
     dimensions = ffn.num_layers, ffn.hidden_size, ffn.intermediate_size
@@ -113,7 +114,7 @@ def no_room(shape: Shape, fit: Fit, processes: int = 1) -> str | None:
 
 
 def _bytes_of(shape: Shape, fit: Fit, on_gpu: bool, processes: int = 1) -> int:
-    """What a fit takes of a GPU's memory, or on the CPU of the host's beside the model."""
+    """What a fit takes of a GPU's memory, or on a CPU of the host's, the model not counted."""
     K, N = shape.hidden_size, shape.intermediate_size
     P, T = N + K, fit.tokens + windows_held_out(fit) * fit.seq_len
     states = -(-T // processes) * _token_bytes(shape, on_gpu)

@@ -1,54 +1,47 @@
-"""A fit from a checkpoint and text to weights: the run folder, the windows, what comes out.
+"""A fit from a run folder to weights: which method walks over which model, and what comes out."""
 
-While it runs everything lies in `OUT.run`: the tokens, and each layer that is done. The same call
-again goes on behind the last of them.
-"""
-
-import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from twellctl.errors import TwellError, UsageError
-from twellctl.files.outputs import staged
-from twellctl.files.strict_json import read_json, to_json
-from twellctl.fitting.fit import Fitting, HeldOut, LayerFit, Text, Told
+from twellctl.errors import TwellError
+from twellctl.fitting.folder import windows_of
 from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layer import HowToFit
 from twellctl.fitting.layerwise import Layerwise
-from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
-from twellctl.fitting.source import num_kept
+from twellctl.fitting.relu import ReluMethod
+from twellctl.fitting.settings import Fit, rank_of_map
 from twellctl.fitting.steps import Steps
+from twellctl.fitting.walk import HeldOut, Progress, Text, Walk
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import (
     default_device,
     load_model,
-    load_tokenizer,
     quiet_transformers,
     read_tensors,
     stored_dtypes,
 )
-from twellctl.text.blocks import (
-    hold_out,
-    in_turn,
-    read_blocks,
-    token_stream,
-    windows_from_starts,
-    write_tokens,
-)
-from twellctl.text.reading import read_texts
-from twellctl.text.tokens import end_of_text
 
-SETTINGS_FILE = "fit.json"  # of a run folder
-LONGEST_TEXT = 4096  # tokens in a row of one text, for others to come in
-LEAST_DIFFERENT = 64  # tokens that a text must have
-TOKENS_A_WEIGHT = 4  # the least number of tokens for each of the N + K unknowns of an output
+
+@dataclass(frozen=True)
+class LayerFit:
+    """How a layer came out; errors are shares of the squared output wanted, on held-out text.
+
+    `fires`: share of its own neurons; `error_swapped`: of ReLU instead of its activation and
+    no more; `map_share`: what the map gives, of the squared output; `states_differ`: how far the
+    hidden states after it are from the model's own, relative, a mean over tokens.
+    """
+
+    fires: float
+    error_swapped: float
+    error: float
+    map_share: float
+    states_differ: float
 
 
 @dataclass(frozen=True)
@@ -80,117 +73,71 @@ class Fitted:
 
 
 def fit_weights(
-    checkpoint: Checkpoint, run: Path, fit: Fit, world: PartialState, told: Told
+    checkpoint: Checkpoint, run: Path, fit: Fit, world: PartialState, progress: Progress
 ) -> Fitted:
-    """Fit all layers into the run folder that `prepare_fit` made; `told` of each."""
+    """Fit all layers into the run folder that `prepare_fit` made; `progress` after each."""
     began = time.monotonic()
-    device = default_device()
     rank = rank_of_map(fit, checkpoint.ffn.hidden_size, checkpoint.ffn.intermediate_size)
     dtype = stored_dtypes(checkpoint)(checkpoint.ffn_weights(0)[0])
-    fitted, held_out = _windows(run, fit)
+    fitted, held_out = windows_of(run, fit)
     mine = slice(world.process_index, None, world.num_processes)
+    steps = Steps(fit.steps, fit.step_tokens, fit.step_rate, 0) if fit.steps else None
+    method = ReluMethod(fit.density, HowToFit(rank, fit.ridge, dtype, steps))
     with quiet_transformers():
-        wide = torch.float32 if device.type == "cpu" else None
-        model = load_model(checkpoint, dtype=wide, device=torch.device("cpu"))
-        layerwise = Layerwise(model.requires_grad_(False), fit.seq_len, device)
-        steps = Steps(fit.steps, fit.step_tokens, fit.step_rate, 0) if fit.steps else None
-        text, how = Text(fitted[mine], held_out[mine]), HowToFit(rank, fit.ridge, dtype, steps)
-        fitting = Fitting(layerwise, text, how, KeptLayers(run, dtype), fit.seed)
-        layers = fitting.run(fit.density, told)
-        held = fitting.held_out()
-    seconds, kept = time.monotonic() - began, fitting.num_kept
+        layerwise = _opened(checkpoint, dtype, fit.seq_len)
+        text = Text(fitted[mine], held_out[mine])
+        walk = Walk(layerwise, text, method, KeptLayers(run), dtype, fit.seed)
+        layers = [
+            LayerFit(**done.figures, states_differ=done.states_differ)
+            for done in walk.run(progress)
+        ]
+        held = walk.held_out()
+    seconds, kept = time.monotonic() - began, walk.num_kept
     return Fitted(rank, fitted.numel(), fit.density, layers, held, seconds, kept)
+
+
+def _opened(checkpoint: Checkpoint, dtype: torch.dtype, seq_len: int) -> Layerwise:
+    device = default_device()
+    wide = torch.float32 if device.type == "cpu" else None
+    model = load_model(checkpoint, dtype=wide, device=torch.device("cpu"))
+    return Layerwise(model.requires_grad_(False), seq_len, device)
 
 
 def fitted_tensors(checkpoint: Checkpoint, run: Path) -> Iterator[tuple[str, Tensor]]:
     """All tensors of the fitted model, one after the other."""
-    kept = KeptLayers(run, stored_dtypes(checkpoint)(checkpoint.ffn_weights(0)[0]))
-    layer_of = {}
-    for index in range(checkpoint.ffn.num_layers):
-        layer_of |= {name: index for name in checkpoint.ffn_tensors(index)}
-    held: tuple[int, dict[str, Tensor]] = (-1, {})
+    kept, layer_of = KeptLayers(run), _layers_by_tensor(checkpoint)
+    index, tensors = -1, {}
     for name, tensor in read_tensors(checkpoint):
-        index = layer_of.get(name)
-        if index is None:
+        if name not in layer_of:
             yield name, tensor
             continue
-        if held[0] != index:
-            held = index, kept.stored(kept.get(index, torch.device("cpu"))[0])
-        yield name, _part_of(held[1], name).to(tensor.dtype)
+        if layer_of[name] != index:
+            index = layer_of[name]
+            tensors = _kept_tensors(checkpoint, kept, index)
+        yield name, tensors.get(name, tensor).to(tensor.dtype)
 
 
-def _part_of(weights: dict[str, Tensor], name: str) -> Tensor:
-    """The weight or bias that is called `name` in the checkpoint."""
-    *_, projection, kind = name.split(".")
-    suffix = "_bias" if kind == "bias" else ""
-    if projection == "gate_up_proj":
-        return torch.cat([weights["gate" + suffix], weights["up" + suffix]])
-    return weights[projection.removesuffix("_proj") + suffix]
+def _layers_by_tensor(checkpoint: Checkpoint) -> dict[str, int]:
+    """The number of the layer that each tensor of a layer is in."""
+    prefixes = [checkpoint.layer_name(index) + "." for index in range(checkpoint.ffn.num_layers)]
+    return {
+        name: index
+        for index, prefix in enumerate(prefixes)
+        for name in checkpoint.tensors
+        if name.startswith(prefix)
+    }
 
 
-def prepare_fit(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bool:
-    """Make the run folder, or find the one of the same call; True if it goes on with layers."""
-    # as JSON has them: its lists are no tuples
-    settings = dataclasses.asdict(fit) | {"data": list(fit.data), "model": checkpoint.origin}
-    if run.exists() and not overwrite:
-        if not (run / SETTINGS_FILE).is_file():
-            raise TwellError(
-                f"{run} is not a run of twellctl (no {SETTINGS_FILE} in it): remove it"
-            )
-        if read_json(run / SETTINGS_FILE, "start again with --overwrite") == settings:
-            return num_kept(run) > 0
-        if num_kept(run):
-            raise UsageError(
-                f"{run} holds a fit with other settings, or of another version: repeat those, or "
-                "start again with --overwrite"
-            )
-    with staged(run, overwrite=True, not_ours=_not_ours) as stage:
-        tokenizer = load_tokenizer(checkpoint)
-        vocabulary = checkpoint.config.get("vocab_size")
-        wanted = fit.tokens + (windows_held_out(fit) + 1) * fit.seq_len
-
-        def stream(path: str) -> Iterator[np.ndarray]:
-            texts = read_texts([path], fit.text_column, tokenizer)
-            return token_stream(texts, tokenizer, vocabulary)
-
-        texts = in_turn((stream(path) for path in fit.data), LONGEST_TEXT)
-        windows = windows_from_starts(texts, fit.seq_len, end_of_text(tokenizer))
-        write_tokens(windows, stage / "tokens.bin", wanted)
-        _check_enough(checkpoint, stage, fit)
-        (stage / SETTINGS_FILE).write_text(to_json(settings, indent=2), encoding="utf-8")
-    return False
-
-
-def _not_ours(run: Path) -> str | None:
-    return None if (run / SETTINGS_FILE).is_file() else "is not a run of twellctl"
-
-
-def _check_enough(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
-    fitted, _ = _windows(run, fit)
-    unknowns = checkpoint.ffn.intermediate_size + checkpoint.ffn.hidden_size
-    if fitted.numel() < TOKENS_A_WEIGHT * unknowns:
+def _kept_tensors(checkpoint: Checkpoint, kept: KeptLayers, index: int) -> dict[str, Tensor]:
+    """What was kept of a layer, by the names that the checkpoint has for it."""
+    change = kept.get(index)
+    if change is None:
+        raise TwellError(f"{kept.folder} holds no layer {index}: repeat the call")
+    prefix = checkpoint.layer_name(index)
+    tensors = {f"{prefix}.{name}": tensor for name, tensor in change.tensors.items()}
+    if others := sorted(tensors.keys() - checkpoint.tensors.keys()):
         raise TwellError(
-            f"{fitted.numel()} tokens are too few to fit {unknowns} weights an output on: give "
-            f"{TOKENS_A_WEIGHT * unknowns} or more with --data and --tokens"
+            f"{checkpoint.name} has no {others[0]}, which was fitted: save the model once by "
+            "transformers, and fit that one"
         )
-    different = len(fitted.unique())
-    if different < LEAST_DIFFERENT:
-        raise TwellError(
-            f"the text is all alike, {different} different tokens: give text of the kind that the "
-            "model is for"
-        )
-
-
-def _windows(run: Path, fit: Fit) -> tuple[Tensor, Tensor]:
-    """(to fit on, held out) `[W, L]` and `[H, L]`."""
-    count = (run / "tokens.bin").stat().st_size // (4 * fit.seq_len)
-    num_held = windows_held_out(fit, count)
-    if count < num_held + 1:
-        raise TwellError(
-            f"the text makes {count} windows of {fit.seq_len} tokens, and {num_held} are "
-            "held out: give more text, or lower --seq-len"
-        )
-    blocks = read_blocks(run / "tokens.bin", fit.seq_len)
-    train, held = hold_out(len(blocks), num_held / len(blocks))
-    train = train[: max(1, fit.tokens // fit.seq_len)]
-    return tuple(torch.from_numpy(blocks[part].astype(np.int64)) for part in (train, held))
+    return tensors

@@ -1,4 +1,4 @@
-"""What `twellctl convert` is told: flags with help, defaults and checks in one table."""
+"""The settings of `twellctl convert`: flags with help, defaults and checks in one table."""
 
 from dataclasses import dataclass
 

@@ -8,11 +8,11 @@ a layer whose neurons are worth more fires more.
 import torch
 from torch import Tensor
 
+from twellctl.fitting.ffn import GatedFfn, token_weights
 from twellctl.fitting.layer import worth
 from twellctl.fitting.layerwise import Layerwise
 
 SCORES = 1 << 18  # of a layer that are kept
-WINDOWS = 16
 HALVINGS = 50
 
 
@@ -31,9 +31,8 @@ class Thresholds:
             layer = layerwise.layer(index)
             _, z = layer.apart(states, torch.float32)
             states = layer(states)
-            ffn, z = layer.weights, z.flatten(0, 1)
-            scores = (ffn.gates(z) * worth(ffn, z, token_weights(states))).flatten()
-            self._scores.append(scores[:: max(1, len(scores) // SCORES)].sort().values.cpu())
+            scores = _scores(layer.weights, z.flatten(0, 1), token_weights(states))
+            self._scores.append(scores)
 
     def next(self, fired: list[float]) -> float:
         """That of the next layer, given which share of the neurons of those before it fires."""
@@ -48,9 +47,10 @@ class Thresholds:
         return high
 
 
-def token_weights(states: Tensor) -> Tensor:
-    """`[T]`: one over the mean square of each of the states `[..., K]`."""
-    return 1 / states.flatten(0, -2).square().mean(-1).clamp(min=1e-12)
+def _scores(ffn: GatedFfn, z: Tensor, weights: Tensor) -> Tensor:
+    """Scores of the neurons for inputs `[T, K]`, some of them, sorted, least first."""
+    scores = (ffn.gates(z) * worth(ffn, z, weights)).flatten()
+    return scores[:: max(1, len(scores) // SCORES)].sort().values.cpu()
 
 
 def _mean_density(layers: list[Tensor], threshold: float) -> float:

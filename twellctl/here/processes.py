@@ -56,6 +56,21 @@ def check_same(what: dict[str, Any], remedy: str) -> None:
             raise TwellError(f"process {rank} has another {different[0]} than the first: {remedy}")
 
 
+def sum_over_processes(*tensors: Tensor) -> None:
+    """Make each of `tensors` its sum over all processes."""
+    if is_one_of_several():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
+def same_in_all(tensor: Tensor) -> Tensor:
+    """`tensor` as the first process has it, to the last bit, by rows."""
+    tensor = tensor.contiguous()  # GPUs send nothing else
+    if is_one_of_several():
+        dist.broadcast(tensor, 0)
+    return tensor
+
+
 def average(tensors: Sequence[Tensor]) -> None:
     """Make each of the `tensors` its mean over all processes, all small ones sent as one."""
     if tensors:

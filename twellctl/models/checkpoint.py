@@ -85,6 +85,10 @@ class Checkpoint:
         biases = [name.removesuffix("weight") + "bias" for name in weights]
         return [*weights, *(name for name in biases if name in self.tensors)]
 
+    def layer_name(self, layer: int) -> str:
+        """What the names of a layer's tensors begin with, those of its FFN among them."""
+        return self.ffn_weights(layer)[0].rsplit(".", 3)[0]
+
     @property
     def hub_id(self) -> str | None:
         """The id under which the hub has this model; None for a local folder."""
