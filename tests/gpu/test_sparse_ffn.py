@@ -30,17 +30,22 @@ DEVICE = "cuda"
 TOLERANCE = 2e-2  # of numbers that are not whole, relative to the largest of a row
 
 
-@pytest.fixture(params=["by rule", "pairs", "union"])
+@pytest.fixture
 def route(request, monkeypatch) -> str:
-    """The ways of the route, one after the other, and not the fastest."""
+    """The sparse ways of the route, by rule and not the fastest; of few tokens one may be named."""
     if CAPABILITY != (9, 0):
         pytest.skip(f"not a Hopper GPU: compute capability {CAPABILITY}")
+    wanted = getattr(request, "param", None)
 
     def choose(kind, capturing, runs, by_rule, count_density) -> str:
-        return request.param if request.param in runs else by_rule()
+        return wanted if wanted in runs else by_rule()
 
     monkeypatch.setattr(twell_ways, "choose", choose)
     return "twell"
+
+
+# of problems with up to 64 tokens; more take lists whatever is named
+by_both_ways = pytest.mark.parametrize("route", ["pairs", "union"], indirect=True)
 
 
 @dataclass
@@ -148,6 +153,7 @@ def patterned(fired: Tensor, slots: int, K: int = 512) -> Problem:
     return Problem(x, (w_gate, whole(N, K), whole(K, N), None, None, None), slots)
 
 
+@by_both_ways
 def test_a_thousand_random_problems(sources, route):
     seed = random.SystemRandom().getrandbits(32)
     for number in range(1000):
@@ -187,6 +193,7 @@ def test_exactly_full_and_one_over(sources, route, slots, over):
     check(patterned(fired, slots), sources, route)
 
 
+@by_both_ways
 def test_as_many_pairs_as_a_token_may_have_and_one_more(sources, route):
     torch.manual_seed(0)
     cap = 64  # of 1536 neurons
@@ -215,6 +222,7 @@ def test_rows_that_are_not_finite(sources, route, value):
     check(Problem(x, (*weights, None, None, None), 64), sources, route)
 
 
+@by_both_ways
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (2, 3, 64), (2, 0, 64)])
 def test_leading_shapes_and_strides(sources, route, shape):
     torch.manual_seed(0)
@@ -228,6 +236,7 @@ def test_leading_shapes_and_strides(sources, route, shape):
     assert torch.equal(Problem(shifted, weights, 64).run(sources, route), wanted)
 
 
+@by_both_ways
 def test_halves_of_a_fused_weight(sources, route):
     torch.manual_seed(0)
     fused = whole(192, 64)
@@ -283,6 +292,7 @@ def test_a_cuda_graph_holds_it(sources, route):
         assert torch.equal(y, expected)
 
 
+@by_both_ways
 def test_threads_with_streams_of_their_own(sources, route):
     problems = [random_problem(random.Random(seed)) for seed in range(8)]
     wanted = [problem.run(sources, route) for problem in problems]
@@ -353,6 +363,7 @@ def test_other_routes(sources, asked, monkeypatch, tmp_path):
     assert (tmp_path / "routes.json").exists() == (asked in ("auto", "twell"))
 
 
+@by_both_ways
 def test_a_compiled_model_of_an_export(make_model, sources, route, tmp_path):
     from twellctl.bundle.twell_model import twell_class
 
