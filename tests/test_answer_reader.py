@@ -173,6 +173,12 @@ CODE = [
         "if x:\n        return x // 2\n    return 0\n",
         True,
     ),
+    (
+        "a body below an import in the function",
+        Coded("def f(x):\n    import math\n    '''Root.'''\n", "f", "assert f(4) == 2"),
+        "    return math.sqrt(x)\n",
+        True,
+    ),
     ("a body that is wrong", UNDO, "    return x\n", False),
     (
         "a method",
@@ -286,7 +292,7 @@ def test_blocks_have_labels():
         ("contains", "Paris", "<think>Paris?</think>London", False),
         ("regex", r"^[Aa]\b", "a) because", True),
         ("regex", r"^[Aa]\b", "all", False),
-        ("regex", r"^(\w+\s?)*$", "word" * 18 + "!", False),  # takes ages
+        ("regex", r"^(\w+\s?)*$", "word" * 18 + "!", False),  # re takes ages
         ("number", "1,200", "It is 7 times 3, so 1200.", True),
         ("number", "4", "None.", False),
         ("number", "72", "<think>\nFirst guess 72", False),
@@ -316,6 +322,8 @@ def test_blocks_have_labels():
         ("number", "-1/2", r"-\frac{1}{2}", True),
         ("number", "50", "50%", True),
         ("number", "0.5", "50 %", True),
+        ("number", "50%", "0.5", True),
+        ("number", "50%", "5000%", False),
         ("number", "72", "72km", True),
         ("number", "9", "9" * 5000, False),
         # which of several is the answer
@@ -372,16 +380,22 @@ def test_tests_that_cannot_fail_or_cannot_pass_are_left_out():
     ]
 
 
-def test_choices_that_are_alike_and_patterns_that_match_all_are_left_out():
+def test_choices_that_are_alike_and_patterns_that_match_all_are_left_out(monkeypatch):
+    monkeypatch.setattr("twellctl.evaluation.sound_tasks.PATTERN_SECONDS", 0.01)
     said, left = left_out(
         Question("q", ("a", "a "), 0, where="b:1"), Question("q", ("a", "b"), 0, where="b:2")
     )
     assert (said, left) == (["t: 1 question left out, all choices are alike: b:1"], [1])
     said, left = left_out(
-        Asked("q", ".*", "regex", where="c:1"), Asked("q", "^a", "regex", where="c:2")
+        Asked("q", ".*", "regex", where="c:1"),
+        Asked("q", "^a", "regex", where="c:2"),
+        Asked("q", "^(a|aa)+$", "regex", where="c:3"),
     )
     assert left == [1]
-    assert said == ["t: 1 question left out, the pattern also matches an empty answer: c:1"]
+    assert said == [
+        "t: 1 question left out, the pattern also matches an empty answer: c:1",
+        "t: 1 question left out, the pattern takes too long: c:3",
+    ]
     with pytest.raises(TwellError, match="t: no question is left: correct its file"):
         left_out(Question("q", ("a", "a"), 0))
 

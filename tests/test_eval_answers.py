@@ -38,7 +38,7 @@ def test_answers_are_those_of_one_at_a_time(silu_llama, tokenizer):
     for prompt, answer in zip(prompts, found, strict=True):
         assert list(answer.tokens) == greedy(model, prompt, 20)
     with pytest.raises(TwellError, match=r"prompt of 300 tokens leaves no room .* context is 256"):
-        answers(model, tokenizer, [[1] * 300])
+        answers(model, tokenizer, [[1] * 300], 20)
 
 
 def test_room_is_a_matter_of_each_prompt(silu_llama, tokenizer):

@@ -124,8 +124,10 @@ def test_long_questions_are_cut_from_the_left_and_counted(relu_llama, stock, tok
     (found,) = choices.log_likelihoods(stock, [long])
     split = len(long.tokens) - long.scored
     assert found == pytest.approx(likelihood(stock, long.tokens[:split], long.tokens[split:]))
-    with pytest.raises(TwellError, match=r"t: a choice has \d+ tokens, the model's context is 64"):
-        choices.answer(stock, tokenizer, 64, Task("t", (Question("a", (text[:900], "b"), 0),)))
+    marks = choices.answer(stock, tokenizer, 64, Task("t", (Question("a", (text[:900], "b"), 0),)))
+    assert marks.cut == 1  # a choice that is longer by itself is read from its end
+    whole = choices.continuation(tokenizer, Question("a", (text[:900], "b"), 0), text[:900], 64)
+    assert (len(whole.tokens), whole.scored) == (64, 63)
 
 
 def test_a_model_that_computes_nan_is_refused(stock, tokenizer, monkeypatch):

@@ -71,7 +71,7 @@ def evaluate(
     _check_tokenizers(opened, how)
     subjects = _load(opened, device or default_device(), doing)
     scored = None if text is None else _score_text(subjects, text, doing, progress)
-    wrote = [subject.write(in_own_words, doing, progress) for subject in subjects]
+    wrote = [one.write(in_own_words, how.max_tokens, doing, progress) for one in subjects]
     _note_unanswered(wrote[0], note)
     agreement = None
     if len(subjects) > 1:

@@ -19,7 +19,6 @@ from twellctl.errors import TwellError
 from twellctl.evaluation.settings import Progress
 from twellctl.models.defaults import context_of
 
-MAX_TOKENS = 512  # of an answer
 _REPEATS = 4  # times in a row, from which on an ending is a loop
 _LOOP = 32  # tokens of a loop at least
 
@@ -57,7 +56,7 @@ def answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[int]],
-    max_tokens: int = MAX_TOKENS,
+    max_tokens: int,
     progress: Progress = lambda done, total: None,
 ) -> list[Answer]:
     """What `model` answers to each of `prompts`, in order; fewer tokens where its context ends.

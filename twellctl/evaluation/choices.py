@@ -38,20 +38,13 @@ def answer(
 ) -> Marks:
     """The questions of `task` that the model answers rightly; `progress` receives choices.
 
-    A question longer than `context` tokens loses its beginning, and is counted. `TwellError` for a
-    choice that is longer by itself.
+    What is longer than `context` tokens loses its beginning, and its question is counted.
     """
     asked = [
         continuation(tokenizer, question, choice, context)
         for question in task.questions
         for choice in question.choices
     ]
-    longest = max(one.scored for one in asked)
-    if context is not None and longest >= context:
-        raise TwellError(
-            f"{task.name}: a choice has {longest} tokens, the model's context is {context}: leave "
-            "out its question"
-        )
     check_ids(max(max(one.tokens) for one in asked), model.config.vocab_size)
     likelihoods = log_likelihoods(model, asked, progress)
     if any(map(math.isnan, likelihoods)):
@@ -109,7 +102,7 @@ def continuation(
     # where the choice's first characters make one token with the question's last, it has that
     scored = max(1, len(whole) - len(before))
     if context is not None and len(whole) > context:
-        return Continuation(whole[-context:], scored, cut=True)
+        return Continuation(whole[-context:], min(scored, context - 1), cut=True)
     return Continuation(whole, scored, cut=False)
 
 

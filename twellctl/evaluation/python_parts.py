@@ -5,8 +5,10 @@ of the module.
 """
 
 import ast
+import contextlib
 import symtable
 import textwrap
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -85,7 +87,10 @@ def parts_of(code: str) -> list[Part] | None:
     """The statements of `code`; None if it is no Python."""
     code = code.replace("\r\n", "\n").replace("\r", "\n")
     try:
-        return [_part(node, _source(node, code)) for node in ast.parse(code).body]
+        with _no_warnings():
+            tree = ast.parse(code)
+            compile(tree, "part", "exec")  # refuses a return outside of functions, for example
+            return [_part(node, _source(node, code)) for node in tree.body]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
@@ -113,9 +118,18 @@ def names_in(code: str) -> frozenset[str]:
     return frozenset(name for part in parts_of(code) or [] for name in part.reads)
 
 
+@contextlib.contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Code of others may have odd escapes and literals, of which Python warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _line_of_error(code: str) -> int | None:
     try:
-        ast.parse(code)
+        with _no_warnings():
+            ast.parse(code)
     except SyntaxError as error:
         return error.lineno
     except (ValueError, RecursionError, MemoryError):

@@ -56,6 +56,9 @@ class Evaluating(Reading):
         "Ask only this many prompts, and questions of each task (the first ones).",
         at_least=1,
     )
+    max_tokens: int = setting(
+        512, "Most tokens per answer to a task; thinking needs more.", at_least=1
+    )
     run_code: bool = setting(
         False, "Run the code that the models write against its tests, in limited processes."
     )

@@ -22,6 +22,7 @@ from twellctl.evaluation.questions import (
 from twellctl.evaluation.settings import Doing, Progress
 
 _NAMED = 5  # places that a note names
+_HARD = ("a" * 60 + "!", "1" * 60 + "!", "word " * 30 + "!")  # for patterns that try all splits
 
 
 def leave_out_unsound(
@@ -64,10 +65,12 @@ def _fault(question: AnyQuestion) -> str | None:
 
 def _fault_of_pattern(pattern: str) -> str | None:
     try:
-        found = regex.search(pattern.strip(), "", timeout=PATTERN_SECONDS)
+        empty, *_ = (
+            regex.search(pattern.strip(), text, timeout=PATTERN_SECONDS) for text in ("", *_HARD)
+        )
     except TimeoutError:
         return "the pattern takes too long"
-    return None if found is None else "the pattern also matches an empty answer"
+    return None if empty is None else "the pattern also matches an empty answer"
 
 
 def _faults_of_tests(questions: dict[int, Coded], progress: Progress) -> dict[int, str]:

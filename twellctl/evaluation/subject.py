@@ -106,7 +106,9 @@ class Subject(Opened):
         check_ids(max(tokens, default=0), self.model.config.vocab_size)
         return tokens
 
-    def write(self, tasks: Sequence[Task[InOwnWords]], doing: Doing, progress: Progress) -> Wrote:
+    def write(
+        self, tasks: Sequence[Task[InOwnWords]], max_tokens: int, doing: Doing, progress: Progress
+    ) -> Wrote:
         """Its answers to the questions of `tasks`, in its own words."""
         name = self.checkpoint.name
         asked = [questions.prompt_of(question) for task in tasks for question in task.questions]
@@ -114,7 +116,7 @@ class Subject(Opened):
         if not prompts:
             return Wrote(name, [], [])
         doing(f"{name} answers {counted(len(prompts), 'question')}")
-        made = answers(self.model, self.tokenizer, prompts, progress=progress)
+        made = answers(self.model, self.tokenizer, prompts, max_tokens, progress)
         return Wrote(name, prompts, [self._whole(*one) for one in zip(prompts, made, strict=True)])
 
     def _whole(self, prompt: list[int], answer: Answer) -> Answer:

@@ -44,7 +44,7 @@ class Block:
     code: str
 
 
-_MARKDOWN = MarkdownIt("commonmark")
+_MARKDOWN = MarkdownIt("commonmark").disable("inline")  # only blocks are looked at
 
 
 def code_blocks(text: str) -> list[Block]:
@@ -98,10 +98,10 @@ class Number:
 
     def equals(self, other: "Number") -> bool:
         """Whole numbers must be equal; others may differ by a millionth. 50 % is 50 and 0.5."""
-        return any(_are_close(a, b) for a in self._values() for b in other._values())
-
-    def _values(self) -> tuple[Fraction, ...]:
-        return (self.value, self.value / 100) if self.is_percent else (self.value,)
+        if _are_close(self.value, other.value):
+            return True
+        share, whole = (self, other) if self.is_percent else (other, self)
+        return share.is_percent > whole.is_percent and _are_close(share.value / 100, whole.value)
 
 
 def numbers(text: str) -> Iterator[Number]:
