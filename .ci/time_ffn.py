@@ -24,10 +24,11 @@ from twellctl.bench.device import bench_device, device_name
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Point
 from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_config import ROUTES, TILE
-from twellctl.bundle.twell_ffn import sparse_ffn, sparse_fp8_ffn, train_ffn
-from twellctl.bundle.twell_fp8 import Fp8Weight
+from twellctl.bundle.twell_dense import rounded_weight
+from twellctl.bundle.twell_ffn import sparse_ffn, train_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_train import plain_train_ffn
+from twellctl.bundle.twell_weights import FFN, Weight
 from twellctl.firing.counts import LayerCount
 from twellctl.firing.synthetic import FfnWeights, make_rows, make_weights
 from twellctl.here.own_kernels import own_kernels
@@ -189,31 +190,31 @@ def _forward(
             lambda number, run=run, rounded=rounded: run(x, *rounded[number]),
         )
     if given.fp8:
-        run, loaded = sparse_fp8_ffn, [_in_fp8(weights) for weights in copies]
+        loaded = [_in_fp8(weights) for weights in copies]
     else:
-        run, loaded = sparse_ffn, [weights.split for weights in _as_loaded(copies)]
+        loaded = [weights.ffn for weights in _as_loaded(copies)]
     for route in given.route:
         how = {"slots": slots, "density": density, "sources": own_kernels(), "route": route}
-        ffn = partial(run, **how)
+        run = partial(sparse_ffn, **how)
         yield contest.Contender(
             f"twell FP8 {route}" if given.fp8 else f"twell {route}",
             TWELL,
-            lambda number, ffn=ffn: ffn(x, *loaded[number]),
+            lambda number, run=run: run(x, loaded[number]),
         )
 
 
 def _fp8_ffn(scheme: Scheme, x: Tensor, gate_up, down, weights: FfnWeights) -> Tensor:
-    of_gate_up = Fp8Weight(*gate_up, weights.gate_up_bias)
+    of_gate_up = Weight("e4m3", *gate_up, weights.gate_up_bias)
     gate, up = fast_product(*scheme.of_inputs(x), of_gate_up).chunk(2, -1)
     hidden = scheme.of_inputs(F.relu(gate) * up)
-    return fast_product(*hidden, Fp8Weight(*down, weights.down_bias))
+    return fast_product(*hidden, Weight("e4m3", *down, weights.down_bias))
 
 
-def _in_fp8(weights: FfnWeights) -> tuple[Fp8Weight | Tensor, ...]:
-    """Gate, up, down, and the values of down by rows of neurons, rounded row by row."""
-    gate_up = Fp8Weight(*SCHEMES[0].of_weights(weights.gate_up), weights.gate_up_bias)
-    down = Fp8Weight(*SCHEMES[0].of_weights(weights.down), weights.down_bias)
-    return (*gate_up.chunk(2), down, down.values.t().contiguous())
+def _in_fp8(weights: FfnWeights) -> FFN:
+    """Rounded row by row, with the values of down by rows of neurons, too."""
+    gate_up = rounded_weight("e4m3", weights.gate_up, weights.gate_up_bias)
+    down = rounded_weight("e4m3", weights.down, weights.down_bias)
+    return FFN(*gate_up.chunk(2), down, down.values.t().contiguous())
 
 
 # ---- forward and backward ----

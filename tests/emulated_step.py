@@ -8,7 +8,7 @@ import torch
 from emulated_kernels import EmulatedKernels
 from torch import Tensor
 
-from twellctl.bundle.twell_fp8 import round_weight
+from twellctl.bundle.twell_e4m3 import round_weight
 from twellctl.bundle.twell_spec import step_entry
 from twellctl.decoding.screened import screen_copy
 

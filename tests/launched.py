@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 from compiled import compiled, parameter_bytes
+from ffns import ffn_by_neurons
 from torch import Tensor
 
 from twellctl.bundle.twell_few import FEW_TOKENS
@@ -24,7 +25,8 @@ def zero_ffn(K: int, N: int, biases: bool, kind: str = "bf16") -> FFN:
         bf16(N, K).to(torch.float8_e4m3fn) if kind == "e4m3" else bf16(N, K) for _ in range(3)
     ]
     rest = [bf16(n) if biases else None for n in (N, N, K)]
-    return FFN(*weights, *rest, *(torch.ones(n) if kind == "e4m3" else None for n in (N, N, K)))
+    scales = [torch.ones(n) if kind == "e4m3" else None for n in (N, N, K)]
+    return ffn_by_neurons(*weights, *rest, *scales)
 
 
 def ways_by_tokens(limits: Limits, *, N: int, K: int, kind: str = "bf16") -> Iterator[str]:

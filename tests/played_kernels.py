@@ -105,24 +105,24 @@ def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> T
     return torch.stack(tokens)
 
 
-def linear(kernels, limits, x, weight, bias=None, *, residual=None, **how) -> Tensor:
+def linear(kernels, limits, x, weight, *, residual=None, **how) -> Tensor:
     assert len(x) <= FEW_TOKENS
-    y = F.linear(x, weight, bias)
+    y = F.linear(x, weight.values, weight.bias)
     return y if residual is None else residual + y
 
 
 def gated(kernels, limits, x, ffn, *, overlap, counts=None) -> Tensor:
-    gate = F.linear(x, ffn.w_gate, ffn.b_gate)
+    gate = F.linear(x, ffn.gate.values, ffn.gate.bias)
     if counts is not None:
         counts += (gate > 0).sum(-1)
-    return F.relu(gate) * F.linear(x, ffn.w_up, ffn.b_up)
+    return F.relu(gate) * F.linear(x, ffn.up.values, ffn.up.bias)
 
 
 def played(way: Way) -> Way:
     def run(kernels, limits, x, ffn, *, residual, counts, overlap) -> Tensor:
         kernels.taken.append(way.name)
         hidden = gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
-        y = F.linear(hidden, ffn.w_down.t(), ffn.b_down)
+        y = F.linear(hidden, ffn.down.values, ffn.down.bias)
         return y if residual is None else residual + y
 
     return replace(way, run=run)

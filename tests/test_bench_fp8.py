@@ -16,9 +16,10 @@ from twellctl.bench.model import bench_model
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.settings import DecodeSettings, ModelSettings
 from twellctl.bench.subject import in_precisions, is_in_fp8
-from twellctl.bundle import twell_fp8
-from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight
-from twellctl.bundle.twell_fp8_linear import Fp8Linear
+from twellctl.bundle import twell_e4m3
+from twellctl.bundle.twell_e4m3 import DTYPE
+from twellctl.bundle.twell_rounded_linear import RoundedLinear
+from twellctl.bundle.twell_weights import Weight
 from twellctl.export import export
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model, shared_copy
@@ -50,11 +51,11 @@ def test_what_is_expanded_is_rounded_to_the_same_again(fp8_export):
     fp8 = load_model(open_checkpoint(fp8_export), dtype=torch.bfloat16, device=CPU)
     models = in_precisions(fp8, None)
     assert models.benched is models.fp8 is fp8
-    assert not any(isinstance(module, Fp8Linear) for module in models.bf16.modules())
+    assert not any(isinstance(module, RoundedLinear) for module in models.bf16.modules())
     assert models.bf16.lm_head.weight.data_ptr() == fp8.lm_head.weight.data_ptr()
     again = shared_copy(models.bf16)
     round_model(again)
-    layers = [name for name, module in fp8.named_modules() if isinstance(module, Fp8Linear)]
+    layers = [name for name, module in fp8.named_modules() if isinstance(module, RoundedLinear)]
     assert len(layers) == 14
     for name in layers:
         stored, expanded, found = (m.get_submodule(name) for m in (fp8, models.bf16, again))
@@ -74,7 +75,7 @@ def test_a_bf16_model_stays_what_it_is_unless_it_is_to_be_quantised(relu_llama):
     assert models.called == "this model"
     weight = model.model.layers[0].mlp.up_proj.weight.clone()
     models = in_precisions(model, "fp8")
-    assert isinstance(models.benched.model.layers[0].mlp.up_proj, Fp8Linear)
+    assert isinstance(models.benched.model.layers[0].mlp.up_proj, RoundedLinear)
     assert models.called == "this model in FP8"
     rounded = models.bf16.model.layers[0].mlp.up_proj.weight
     assert 0 < relative(rounded, weight) < 0.04
@@ -215,7 +216,7 @@ def test_each_scheme_rounds_to_e4m3_with_its_scales(scheme):
     x, weight = drawn(5, 64, seed=1), drawn(48, 64, seed=2)
     for tensor, rounded in ((x, scheme.of_inputs), (weight, scheme.of_weights)):
         values, scale = rounded(tensor)
-        assert (values.dtype, values.shape, scale.dtype) == (E4M3, tensor.shape, torch.float32)
+        assert (values.dtype, values.shape, scale.dtype) == (DTYPE, tensor.shape, torch.float32)
         assert scale.shape == ((len(tensor), 1) if scheme.name == "row-wise" else (1, 1))
         assert values.float().abs().max() == 448
         assert relative(values.float() * scale, tensor) < 0.04  # 2^-4 at most for a number
@@ -229,7 +230,7 @@ def test_each_scheme_rounds_to_e4m3_with_its_scales(scheme):
 def test_torch_computes_the_equation(scheme, bias, shape):
     M, K, N = shape
     rounded = scheme.of_inputs(drawn(M, K, seed=3))
-    weight = Fp8Weight(*scheme.of_weights(drawn(N, K, seed=4)), drawn(1, N, seed=5)[0] * bias)
+    weight = Weight("e4m3", *scheme.of_weights(drawn(N, K, seed=4)), drawn(1, N, seed=5)[0] * bias)
     wanted = (rounded[0].double() * rounded[1].double()) @ (
         weight.values.double() * weight.scale.double()
     ).t() + weight.bias.double()
@@ -265,7 +266,7 @@ def test_where_it_is_left_out(monkeypatch):
         def __init__(self, index: int):
             self.capability = capabilities[index]
 
-    monkeypatch.setattr(twell_fp8, "device_limits", Limits)
+    monkeypatch.setattr(twell_e4m3, "device_limits", Limits)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert why_no_dense_fp8(gpu, torch.bfloat16, sizes) is None
     assert why_no_dense_fp8(old, torch.bfloat16, sizes) == NO_FP8

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from twellctl.bundle.twell_bundle import read_bundle
-from twellctl.bundle.twell_fp8 import E4M3
+from twellctl.bundle.twell_e4m3 import DTYPE
 from twellctl.convert import convert
 from twellctl.doctor import doctor
 from twellctl.errors import TwellError
@@ -108,7 +108,7 @@ def test_linear_layers_are_rounded_and_all_else_is_as_it_was(relu_models, export
             assert torch.equal(now[name], tensor), name
             continue
         scale = now[name.replace(".weight", ".weight_scale")]
-        assert (now[name].dtype, scale.dtype) == (E4M3, torch.float32)
+        assert (now[name].dtype, scale.dtype) == (DTYPE, torch.float32)
         assert scale.shape == (len(tensor), 1)
         error = (now[name].double() * scale.double() - tensor.double()).abs()
         assert (error <= 2**-4 * tensor.abs().double() + 2**-9 * scale).all(), name
@@ -121,7 +121,7 @@ def test_its_own_code_reads_it_with_nothing_installed(exports, loaded_alone, fam
     assert alone["class"].startswith("Twell")
     kinds = {name: type(m).__name__ for name, m in model.named_modules() if name}
     linears = {name for name, kind in kinds.items() if "Linear" in kind} - {"lm_head"}
-    assert {alone["layers"][name] for name in linears} == {"Fp8Linear"}
+    assert {alone["layers"][name] for name in linears} == {"RoundedLinear"}
     assert alone["layers"]["lm_head"] == "Linear"
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, alone["logits"])
@@ -155,7 +155,7 @@ def test_stock_transformers_reads_it_as_a_dense_fp8_model(exports, load_trusted,
     for (name, layer), theirs in zip(ours.named_modules(), stock.modules(), strict=True):
         if isinstance(layer, nn.Linear):
             weight = layer.weight.float()
-            if type(layer).__name__ == "Fp8Linear":
+            if type(layer).__name__ == "RoundedLinear":
                 weight = weight * layer.weight_scale
                 seen += 1
             assert torch.equal(theirs.weight.float(), weight), name

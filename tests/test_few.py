@@ -26,6 +26,7 @@ from twellctl.bundle.twell_few_walk import few_walk_entries
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import ENTRY_FILES, KINDS, entries_of, entry
+from twellctl.bundle.twell_weights import plain_weight
 
 H200 = Limits(132, 232448, (9, 0))
 A100 = Limits(108, 166912, (8, 0))
@@ -44,7 +45,7 @@ def launches(M: int, K: int, N: int, limits: Limits = H200, *, full=True, kind="
     kernels = Launches()
     y = few_union(kernels, limits, x, ffn, residual=residual, counts=counts, **more)
     hidden = few_gated(kernels, limits, x, ffn, counts=counts, **more)
-    linear = few_linear(kernels, limits, x, ffn.w_gate, ffn.b_gate, scale=ffn.s_gate, **more)
+    linear = few_linear(kernels, limits, x, ffn.gate, **more)
     assert [tuple(t.shape) for t in (y, hidden, linear)] == [(M, K), (M, N), (M, N)]
     assert {t.dtype for t in (y, hidden, linear)} == {torch.bfloat16}
     return kernels
@@ -85,7 +86,7 @@ def test_the_dense_form_counts_where_it_is_asked():
 def test_a_wide_result_goes_where_the_kernel_has_it():
     made = Launches()
     x, weight = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (3, 24))
-    y = few_linear(made, H200, x, weight, wide=True)
+    y = few_linear(made, H200, x, plain_weight(weight), wide=True)
     assert (tuple(y.shape), y.dtype) == ((3, 24), torch.float32)
     ((name, _, _, args, _),) = made.made
     assert args[-3] is None

@@ -4,18 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_fp8 import (
-    E4M3,
-    Fp8Weight,
-    fp8_ffn,
-    fp8_linear,
-    round_rows,
-    round_weight,
-)
-from twellctl.bundle.twell_fp8_linear import Fp8Linear, put_in_fp8
+from twellctl.bundle.twell_dense import gated_ffn, linear
+from twellctl.bundle.twell_e4m3 import DTYPE, round_rows, round_weight
+from twellctl.bundle.twell_rounded_linear import RoundedLinear, put_rounded_layers
+from twellctl.bundle.twell_weights import FFN, Weight
 
 # every finite e4m3 number, in float64
-NUMBERS = torch.arange(256, dtype=torch.uint8).view(E4M3).double()
+NUMBERS = torch.arange(256, dtype=torch.uint8).view(DTYPE).double()
 NUMBERS = NUMBERS[NUMBERS.isfinite()].unique()
 SHAPES = [(1, 64, 16), (3, 65, 17), (70, 256, 300), (5, 1, 1)]  # M, K, N
 
@@ -27,13 +22,13 @@ def spread(*shape: int, seed: int, decades: float = 2.0) -> Tensor:
     return torch.randn(shape, generator=made) * rows * torch.rand(shape, generator=made) ** 3
 
 
-def weight_of(N: int, K: int, *, seed: int, bias: bool = False) -> Fp8Weight:
+def weight_of(N: int, K: int, *, seed: int, bias: bool = False) -> Weight:
     drawn = torch.randn(N, generator=torch.Generator().manual_seed(seed)) if bias else None
-    return Fp8Weight(*round_weight(spread(N, K, seed=seed, decades=0.3)), drawn)
+    return Weight("e4m3", *round_weight(spread(N, K, seed=seed, decades=0.3)), drawn)
 
 
-def exactly(weight: Fp8Weight) -> Tensor:
-    return weight.values.double() * weight.scale.double()
+def exactly(weight: Weight) -> Tensor:
+    return weight.values.double() * weight.scales.double()
 
 
 def assert_near(found: Tensor, wanted: Tensor, terms: Tensor) -> None:
@@ -49,7 +44,7 @@ def assert_near(found: Tensor, wanted: Tensor, terms: Tensor) -> None:
 def test_each_number_is_rounded_to_the_nearest(rounded, dtype):
     x = spread(40, 200, seed=1, decades=6).to(dtype)
     values, scale = rounded(x)
-    assert (values.dtype, scale.dtype, scale.shape) == (E4M3, torch.float32, (40, 1))
+    assert (values.dtype, scale.dtype, scale.shape) == (DTYPE, torch.float32, (40, 1))
     wanted = x.double() / scale.double()
     nearest = (wanted[..., None] - NUMBERS).abs().amin(-1)
     error = (wanted - values.double()).abs()
@@ -76,9 +71,9 @@ def test_rows_of_any_size_are_held(largest):
 def test_a_row_that_is_not_finite_gives_nan_and_others_stay(bad):
     x = spread(4, 32, seed=3)
     weight = weight_of(6, 32, seed=4)
-    wanted = fp8_linear(x, weight)
+    wanted = linear(x, weight)
     x[1, 7] = bad
-    found = fp8_linear(x, weight)
+    found = linear(x, weight)
     assert found[1].isnan().all()
     assert torch.equal(found[[0, 2, 3]], wanted[[0, 2, 3]])
 
@@ -96,7 +91,7 @@ def test_a_linear_layer_against_float64(shape, round_inputs, bias, dtype):
     terms = read.abs() @ exactly(weight).abs().T
     if bias:
         wanted, terms = wanted + weight.bias, terms + weight.bias.abs()
-    found = fp8_linear(x, weight, round_inputs=round_inputs)
+    found = linear(x, weight, round_inputs=round_inputs)
     assert (found.dtype, found.shape) == (dtype, (M, N))
     assert_near(found, wanted, terms)
 
@@ -109,9 +104,9 @@ def test_a_gated_ffn_is_its_three_layers(shape, round_inputs):
     gate, up = (weight_of(N, K, seed=seed, bias=True) for seed in (8, 9))
     down = weight_of(K, N, seed=10)
     how = {"round_inputs": round_inputs}
-    hidden = fp8_linear(x, gate, **how).relu() * fp8_linear(x, up, **how)
-    wanted = fp8_linear(hidden, down, **how)
-    assert torch.equal(fp8_ffn(x.view(1, M, K), gate, up, down, **how), wanted.view(1, M, K))
+    hidden = linear(x, gate, **how).relu() * linear(x, up, **how)
+    wanted = linear(hidden, down, **how)
+    assert torch.equal(gated_ffn(x.view(1, M, K), FFN(gate, up, down), **how), wanted.view(1, M, K))
 
 
 def test_quantising_costs_what_eight_bits_do():
@@ -119,9 +114,9 @@ def test_quantising_costs_what_eight_bits_do():
     made = torch.Generator().manual_seed(11)
     x, w = (torch.randn(size, 512, generator=made) for size in (64, 96))
     wanted = x.double() @ w.double().T
-    weight = Fp8Weight(*round_weight(w))
+    weight = Weight("e4m3", *round_weight(w))
     errors = {
-        round_inputs: float((fp8_linear(x, weight, round_inputs=round_inputs) - wanted).std())
+        round_inputs: float((linear(x, weight, round_inputs=round_inputs) - wanted).std())
         for round_inputs in (True, False)
     }
     size = float(wanted.std())
@@ -131,22 +126,22 @@ def test_quantising_costs_what_eight_bits_do():
 
 def test_no_rows_and_any_strides():
     weight = weight_of(16, 32, seed=12)
-    assert fp8_linear(torch.empty(0, 32), weight).shape == (0, 16)
+    assert linear(torch.empty(0, 32), weight).shape == (0, 16)
     x = spread(32, 5, seed=13)
-    assert torch.equal(fp8_linear(x.T, weight), fp8_linear(x.T.contiguous(), weight))
+    assert torch.equal(linear(x.T, weight), linear(x.T.contiguous(), weight))
 
 
 def test_autocast_changes_nothing():
     x, weight = spread(4, 32, seed=14), weight_of(6, 32, seed=15)
-    wanted = fp8_linear(x, weight)
+    wanted = linear(x, weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(fp8_linear(x, weight), wanted)
+        assert torch.equal(linear(x, weight), wanted)
 
 
-def fp8_layer(bias: bool = True) -> Fp8Linear:
-    made = Fp8Linear(32, 6, bias)
+def fp8_layer(bias: bool = True) -> RoundedLinear:
+    made = RoundedLinear("e4m3", 32, 6, bias)
     weight = weight_of(6, 32, seed=16, bias=bias)
-    made.weight.data, made.weight_scale.data = weight.values, weight.scale
+    made.weight.data, made.weight_scale.data = weight.values, weight.scales
     if bias:
         made.bias.data = weight.bias
     return made
@@ -156,10 +151,10 @@ def test_layers_are_changed_but_for_those_that_stay():
     model = nn.ModuleDict(
         {"a": nn.Linear(8, 4, bias=False), "head": nn.Linear(4, 2), "n": nn.ReLU()}
     )
-    put_in_fp8(model, ["head"])
-    assert [type(m).__name__ for m in model.children()] == ["Fp8Linear", "Linear", "ReLU"]
+    put_rounded_layers(model, "e4m3", ["head"])
+    assert [type(m).__name__ for m in model.children()] == ["RoundedLinear", "Linear", "ReLU"]
     assert {name: (p.dtype, tuple(p.shape)) for name, p in model["a"].named_parameters()} == {
-        "weight": (E4M3, (4, 8)),
+        "weight": (DTYPE, (4, 8)),
         "weight_scale": (torch.float32, (4, 1)),
     }
 
@@ -178,7 +173,9 @@ def test_another_dtype_leaves_weights_and_scales_alone(dtype):
 
 def test_gradients_are_refused_and_not_lost():
     layer, x = fp8_layer(), torch.randn(3, 32, requires_grad=True)
-    with pytest.raises(RuntimeError, match="FP8 layers have no gradients: train the model that"):
+    with pytest.raises(
+        RuntimeError, match="rounded layers have no gradients: train the model that"
+    ):
         layer(x)
     with torch.no_grad():
         assert layer(x).shape == (3, 6)

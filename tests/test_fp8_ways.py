@@ -10,12 +10,14 @@ from test_fp8 import spread, weight_of
 from test_ways import A100, H200, L4, as_on_an_h200
 from torch import Tensor, nn
 
-from twellctl.bundle import twell_ffn, twell_fp8, twell_model, twell_reasons, twell_route
+from twellctl.bundle import twell_e4m3, twell_ffn, twell_model, twell_reasons, twell_route
 from twellctl.bundle.twell_cache import reasons_said
-from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight, fp8_ffn
-from twellctl.bundle.twell_fp8_linear import Fp8Linear
+from twellctl.bundle.twell_dense import gated_ffn
+from twellctl.bundle.twell_e4m3 import DTYPE
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_ways import WAYS, Problem, Way, dense_products, ways_of
+from twellctl.bundle.twell_rounded_linear import RoundedLinear
+from twellctl.bundle.twell_ways import WAYS, Problem, Way, ways_of
+from twellctl.bundle.twell_weights import FFN
 
 B200 = Limits(148, 232448, (10, 0))
 K, N = 128, 256
@@ -52,13 +54,10 @@ class Operator:
     def __call__(self, M: int, route: str = "auto", *, turned: bool = True, bias=None) -> Tensor:
         gate, up, down = self.weights
         x = spread(M, gate.values.shape[1], seed=9, decades=0.2).bfloat16()
-        values = [w.values for w in self.weights]
-        scales = [w.scale.flatten() for w in self.weights]
         laid = down.values.t().contiguous() if turned else None
-        rest = (laid, 256, 64, -1.0, "a", route)
-        y = twell_ffn._fp8_ffn(x, *values, bias, None, None, *scales, *rest)
-        wanted = fp8_ffn(x, Fp8Weight(gate.values, gate.scale, bias), up, down)
-        assert torch.equal(y, wanted)
+        ffn = FFN(replace(gate, bias=bias), up, down, laid)
+        y = twell_ffn._run(x, ffn, 256, 64, -1.0, "a", route)
+        assert torch.equal(y, gated_ffn(x, ffn))
         return y
 
 
@@ -68,7 +67,7 @@ def operator(monkeypatch, tmp_path):
 
     def way(found):
         def run(kernels, limits, x, ffn, slots, overlap=False):
-            call.ran.append((found.name, ffn.w_down.is_contiguous()))
+            call.ran.append((found.name, found.by_rows and ffn.by_neurons.is_contiguous()))
             return WAYS[-1].run(kernels, limits, x, ffn, slots)
 
         return replace(found, run=run)
@@ -79,7 +78,7 @@ def operator(monkeypatch, tmp_path):
 
     as_on_an_h200(monkeypatch, tmp_path, way, measure)
     monkeypatch.setattr(twell_reasons, "device_limits", lambda index: H200)
-    monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: None)
+    monkeypatch.setattr(twell_ffn, "why_no_kernels", lambda *asked: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return call
 
@@ -102,7 +101,7 @@ def test_kernels_get_rows_of_neurons_and_dense_products_what_is_stored(operator,
 
 
 def test_the_route_dense_and_no_rows_ask_for_no_kernels(operator, monkeypatch):
-    monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: "no kernels")
+    monkeypatch.setattr(twell_ffn, "why_no_kernels", lambda *asked: "no kernels")
     with reasons_said() as said:
         assert operator(100, "dense").shape == (100, K)
         assert operator(0).shape == (0, K)
@@ -112,8 +111,8 @@ def test_the_route_dense_and_no_rows_ask_for_no_kernels(operator, monkeypatch):
 def test_many_tokens_do_not_reach_the_operator(monkeypatch):
     """So torch.compile sees into their dense products."""
     called = []
-    monkeypatch.setattr(twell_ffn, "_fp8_ffn_op", lambda *given: called.append(len(given[0])))
-    monkeypatch.setattr(twell_ffn, "fp8_ffn", lambda x, *weights: x)
+    monkeypatch.setattr(twell_ffn, "_gated_ffn_op", lambda *given: called.append(len(given[0])))
+    monkeypatch.setattr(twell_ffn, "gated_ffn", lambda x, ffn: x)
     gate, up, down = (weight_of(*size, seed=1) for size in [(N, K), (N, K), (K, N)])
 
     class OnCuda(Tensor):
@@ -121,14 +120,14 @@ def test_many_tokens_do_not_reach_the_operator(monkeypatch):
 
     for M in (64, 65):
         x = torch.zeros(M, K).as_subclass(OnCuda)
-        twell_ffn.sparse_fp8_ffn(x, gate, up, down, sources="a")
+        twell_ffn.sparse_ffn(x, FFN(gate, up, down), sources="a")
     assert called == [64]
 
 
 def test_what_the_kernels_do_not_take_is_said(operator, monkeypatch):
     with reasons_said() as said:
         operator(100, bias=torch.zeros(N))
-        monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", twell_reasons.why_no_e4m3_kernels)
+        monkeypatch.setattr(twell_ffn, "why_no_kernels", twell_reasons.why_no_kernels)
         monkeypatch.setattr(twell_reasons, "device_limits", lambda index: A100)
         operator(100)
         operator.weights = [weight_of(*s, seed=1) for s in [(N, 64), (N, 64), (64, N)]]
@@ -136,15 +135,15 @@ def test_what_the_kernels_do_not_take_is_said(operator, monkeypatch):
     assert operator.ran == []
     assert [text.split(": ", 1)[1] for text in said] == [
         "the kernels take biases in bf16",
-        "kernels over FP8 weights need compute capability 8.9 or newer",
-        "over FP8 weights the kernels take multiples of 128, not 64 and 256",
+        "kernels over e4m3 weights need compute capability 8.9 or newer",
+        "over e4m3 weights the kernels take multiples of 128, not 64 and 256",
     ]
 
 
 def test_no_kernel_reads_beyond_what_does_not_fit_together(operator):
     weights = operator.weights
     with reasons_said() as said:
-        for wrong in (weights[0], replace(weights[2], scale=weights[2].scale[:64])):
+        for wrong in (weights[0], replace(weights[2], scales=weights[2].scales[:64])):
             operator.weights = [*weights[:2], wrong]
             with pytest.raises(RuntimeError):  # torch's own, of the dense form
                 operator(100)
@@ -156,12 +155,15 @@ def test_no_kernel_reads_beyond_what_does_not_fit_together(operator):
 @pytest.mark.parametrize("wrong", ["scales", "weights"])
 def test_no_kernel_reads_other_dtypes(operator, wrong):
     gate, *rest = operator.weights
-    other = {"scales": {"scale": gate.scale.bfloat16()}, "weights": {"values": gate.values.float()}}
+    other = {
+        "scales": {"scales": gate.scales.bfloat16()},
+        "weights": {"values": gate.values.float()},
+    }
     operator.weights = [replace(gate, **other[wrong]), *rest]
     with reasons_said() as said:
         operator(100)
     assert len(said) == 1
-    assert said[0].endswith("the kernels take FP8 weights in e4m3, with scales in float32")
+    assert said[0].endswith("the kernels take e4m3 weights with scales in float32")
     assert operator.ran == []
 
 
@@ -171,26 +173,26 @@ def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
 
     def run(kernels, limits, x, ffn, slots):
         ran.append(len(x))
-        return dense_products(x, ffn)
+        return gated_ffn(x, ffn)
 
     own = Way("engine", lambda p: True, run, own=False, by_rows=False)
-    weights = *operator.weights, operator.weights[-1].values.t().contiguous()
+    ffn = FFN(*operator.weights, operator.weights[-1].values.t().contiguous())
     numbers = {"tile": 256, "slots": 64, "sources": "a", "density": 0.02}
     for M in (16, 2):
         x = spread(M, K, seed=9, decades=0.2).bfloat16()
-        y = twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)
-        assert torch.equal(y, fp8_ffn(x, *operator.weights))
+        y = twell_ffn.sparse_ffn_of_engine(own, x, ffn, **numbers)
+        assert torch.equal(y, gated_ffn(x, ffn))
     ways = [["pairs", "union", "engine"], ["union", "engine"]]
     assert operator.timed == ways
     assert [list(kind.ways) for kind in twell_route.known_choices()] == ways
     assert operator.ran == [("pairs", True), ("union", True)]
     assert ran == []
     monkeypatch.setenv("TWELL_ROUTE", "dense")
-    twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)
+    twell_ffn.sparse_ffn_of_engine(own, x, ffn, **numbers)
     monkeypatch.delenv("TWELL_ROUTE")
-    monkeypatch.setattr(twell_ffn, "why_no_e4m3_kernels", lambda *asked: "no CuPy")
+    monkeypatch.setattr(twell_ffn, "why_no_kernels", lambda *asked: "no CuPy")
     with reasons_said() as said:
-        twell_ffn.fp8_ffn_beside(own, x, *weights, **numbers)
+        twell_ffn.sparse_ffn_of_engine(own, x, ffn, **numbers)
     assert len(said) == 1
     assert ran == [2, 2]
 
@@ -203,9 +205,9 @@ def bare_ffn() -> nn.Module:
     ffn = nn.Module()
     sizes = {"gate_proj": (32, 6), "up_proj": (32, 6), "down_proj": (6, 32)}
     for i, (name, size) in enumerate(sizes.items()):
-        linear = Fp8Linear(*size, bias=False)
+        linear = RoundedLinear("e4m3", *size, bias=False)
         weight = weight_of(*size[::-1], seed=i)
-        linear.weight.data, linear.weight_scale.data = weight.values, weight.scale
+        linear.weight.data, linear.weight_scale.data = weight.values, weight.scales
         ffn.add_module(name, linear)
     return ffn
 
@@ -217,7 +219,7 @@ def as_if_on_a_gpu(
     ffn = bare_ffn() if ffn is None else ffn
     ffn.twell_sources, ffn.twell_route = "a", route
     if reads is not None:
-        monkeypatch.setattr(twell_model, "_kernels_read_e4m3", reads)
+        monkeypatch.setattr(twell_model, "_kernels_read_rounded", reads)
     twell_model.lay_weights(nn.ModuleList([ffn]))
     return ffn
 
@@ -248,7 +250,7 @@ def test_a_layer_that_moves_drops_the_second_layout(monkeypatch):
 
 def test_the_second_layout_follows_values_that_are_loaded(monkeypatch):
     down = as_if_on_a_gpu(monkeypatch).down_proj
-    values = spread(32, 6, seed=2).to(E4M3)
+    values = spread(32, 6, seed=2).to(DTYPE)
     down.load_state_dict(down.state_dict() | {"weight": values})
     assert torch.equal(down.turned.float(), values.t().float())
 
@@ -269,6 +271,6 @@ def test_where_dense_is_asked_for_there_is_one_layout(monkeypatch):
 )
 def test_where_a_bias_is_added_after_the_product(monkeypatch, capability, cuda, after):
     limits = replace(H200, capability=capability)
-    monkeypatch.setattr(twell_fp8, "device_limits", lambda index: limits)
+    monkeypatch.setattr(twell_e4m3, "device_limits", lambda index: limits)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert twell_fp8._adds_biases_after(0) == after
+    assert twell_e4m3._adds_biases_after(0) == after

@@ -143,7 +143,7 @@ def test_w_down_and_its_gradient_lie_as_kernels_read_them(relu_llama, eight_bloc
         assert weight.grad.t().is_contiguous()
     in_bf16 = weight.detach().bfloat16()
     laid = _laid_ffn(in_bf16.t(), in_bf16.t(), in_bf16, None)
-    assert laid.w_down.data_ptr() == in_bf16.data_ptr()
+    assert laid.by_neurons.data_ptr() == in_bf16.data_ptr()
 
 
 def test_a_run_with_w_down_turned_over_is_the_same(relu_llama, text_file, tmp_path, monkeypatch):

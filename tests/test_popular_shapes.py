@@ -6,6 +6,7 @@ many arguments as those have parameters, each as wide.
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,20 +21,21 @@ from compiled import (
     specified_alike,
     static_bytes,
 )
+from ffns import ffn_by_neurons, ffn_of
 from launched import Map, widths
 from popular_shapes import SHAPES, Shape
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from twellctl.bundle import twell_fp8_linear, twell_launch, twell_reasons, twell_ways
+from twellctl.bundle import twell_launch, twell_reasons, twell_rounded_linear, twell_ways
 from twellctl.bundle.twell_few import few_kernels
 from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import Limits, why_unfit
-from twellctl.bundle.twell_spec import ENTRY_FILES
+from twellctl.bundle.twell_spec import ENTRY_FILES, KINDS
 from twellctl.bundle.twell_training import Wanted, backward, forward
 from twellctl.bundle.twell_ways import run_by_route
-from twellctl.bundle.twell_weights import E4M3_STEP, FFN
+from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding import kernel_decoder, kernel_fit
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.screened import Screen
@@ -158,9 +160,9 @@ def empty(*size: int) -> Tensor:
     return torch.empty(size, dtype=torch.bfloat16, device="meta")
 
 
-def ffn_of(shape: Shape) -> FFN:
+def ffn_of_shape(shape: Shape) -> FFN:
     N, K = shape.N, shape.K
-    return FFN(*(empty(N, K) for _ in range(3)), None, None, None)
+    return ffn_by_neurons(*(empty(N, K) for _ in range(3)))
 
 
 def run_all(*given) -> str:
@@ -178,7 +180,7 @@ def run_all(*given) -> str:
 def test_all_ways_of_the_operator(judge, shape, monkeypatch):
     assert why_unfit(shape.K, shape.N, 256, judge.limits.smem_bytes) is None
     monkeypatch.setattr(twell_ways, "choose", run_all)
-    ffn = ffn_of(shape)
+    ffn = ffn_of_shape(shape)
     for M in TOKENS:
         for density in DENSITIES:
             y = run_by_route(empty(M, shape.K), ffn, 64, density, "", "auto")
@@ -194,18 +196,20 @@ def test_all_ways_of_the_operator(judge, shape, monkeypatch):
 @of_shapes_on_devices
 def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     N, K = shape.N, shape.K
-    if N % E4M3_STEP or K % E4M3_STEP:
-        pytest.skip(f"sizes of {shape.name} are no multiples of {E4M3_STEP}")
+    step = KINDS["e4m3"].step
+    if N % step or K % step:
+        pytest.skip(f"sizes of {shape.name} are no multiples of {step}")
     assert why_unfit(K, N, 256, judge.limits.smem_bytes) is None
     monkeypatch.setattr(twell_ways, "choose", run_all)
     # no autocast on meta
-    monkeypatch.setattr(twell_ways, "fp8_ffn", lambda x, *weights: x)
+    monkeypatch.setattr(twell_ways, "gated_ffn", lambda x, ffn: x)
     gate, up, turned = (empty(N, K).to(torch.float8_e4m3fn) for _ in range(3))
     scales = (empty(size).float() for size in (N, N, K))
-    ffn = FFN(gate, up, empty(K, N).to(gate.dtype).t(), None, None, None, *scales)
+    down = empty(K, N).to(gate.dtype)
+    ffn = replace(ffn_of(gate, up, down, None, None, None, *scales), turned=turned)
     hopper = judge.limits.capability == (9, 0)
     for M in TOKENS:
-        y = run_by_route(empty(M, K), ffn, 64, 0.01, "", "auto", turned)
+        y = run_by_route(empty(M, K), ffn, 64, 0.01, "", "auto")
         assert y.shape == (M, K)
     assert {"few_down_e4m3", "few_hidden_1_e4m3"} <= judge.launched
     if hopper:
@@ -284,9 +288,7 @@ def test_one_row_over_fp8_weights_is_one_kernel_where_it_is_in_bf16(judge, shape
         pytest.skip(f"the engine has no kernels for it in FP8: {said}")
     # products of tensors without numbers
     monkeypatch.setattr(
-        twell_fp8_linear,
-        "fp8_linear",
-        lambda x, w: x.new_empty(*x.shape[:-1], len(w.scale)),
+        twell_rounded_linear, "linear", lambda x, weight: x.new_empty(*x.shape[:-1], weight.N)
     )
     for is_sparse in (False, True):
         decoder = KernelDecoder(model, sparse=is_sparse)

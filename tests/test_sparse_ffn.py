@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from ffns import ffn_of
 from torch import Tensor
 
 from twellctl.bundle import twell_ffn, twell_nvrtc, twell_reasons, twell_ways
 from twellctl.bundle.twell_cache import reasons_said, say_once
 from twellctl.bundle.twell_config import ROUTES
+from twellctl.bundle.twell_dense import gated_ffn
 from twellctl.bundle.twell_few import few_kernels, plan_few, takes_few
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_sequence import dense_ffn
 from twellctl.bundle.twell_ways import run_by_route
-from twellctl.bundle.twell_weights import FFN
 from twellctl.convert import convert
 from twellctl.export import export
 
@@ -43,13 +43,17 @@ def equation(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None) -> Te
     return F.linear(gate * F.linear(x, w_up, b_up), w_down, b_down)
 
 
+def sparse(x: Tensor, *weights: Tensor | None, operator=twell_ffn.sparse_ffn, **how) -> Tensor:
+    return operator(x, ffn_of(*weights), sources=SOURCES, **how)
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_on_the_cpu_it_is_the_plain_form(dtype, biases, route, caplog):
     tensors = problem(dtype, biases)
     wanted = equation(*tensors)
-    found = twell_ffn.sparse_ffn(*tensors, slots=3, sources=SOURCES, route=route)
+    found = sparse(*tensors, slots=3, route=route)
     assert torch.equal(found, wanted)
     assert not caplog.records
 
@@ -61,8 +65,7 @@ def test_the_dense_form_has_the_bits_of_the_plain_one(dtype, biases):
     x[0, 0] = torch.nan
     x[0, 1] = torch.inf
     rows = x.reshape(-1, 64)
-    w_gate, w_up, w_down, *rest = weights
-    found = dense_ffn(rows, FFN(w_gate, w_up, w_down.t(), *rest))
+    found = gated_ffn(rows, ffn_of(*weights))
     wanted = equation(rows, *weights)
     assert torch.equal(found.isnan(), wanted.isnan())
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
@@ -70,7 +73,7 @@ def test_the_dense_form_has_the_bits_of_the_plain_one(dtype, biases):
 
 def test_gradients_are_those_of_the_plain_form():
     tensors = [t.requires_grad_() for t in problem(torch.float32, biases=True)]
-    found = twell_ffn.sparse_ffn(*tensors, sources=SOURCES)
+    found = sparse(*tensors)
     wanted = equation(*tensors)
     grads = (torch.autograd.grad(y.square().sum(), tensors) for y in (found, wanted))
     for a, b in zip(*grads, strict=True):
@@ -80,7 +83,7 @@ def test_gradients_are_those_of_the_plain_form():
 def test_autocast_computes_in_its_dtype():
     tensors = problem(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        wanted, found = equation(*tensors), twell_ffn.sparse_ffn(*tensors, sources=SOURCES)
+        wanted, found = equation(*tensors), sparse(*tensors)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, wanted)
 
@@ -89,18 +92,19 @@ def test_autocast_computes_in_its_dtype():
 def test_any_leading_shape(shape):
     _, *weights = problem()
     x = torch.randn(shape).bfloat16()
-    assert twell_ffn.sparse_ffn(x, *weights, sources=SOURCES).shape == shape
+    assert sparse(x, *weights).shape == shape
 
 
 def test_the_operator_holds_to_torch_rules():
     tensors = problem(torch.float32, biases=True)
     numbers = (256, 64, -1.0, SOURCES, "auto")
-    torch.library.opcheck(twell_ffn._gated_ffn_op, (*tensors, *numbers))
     x, w_gate, w_up, w_down, *biases = tensors
-    by_neurons = w_down.t().contiguous().t()
-    torch.library.opcheck(twell_ffn._gated_ffn_op, (x, w_gate, w_up, by_neurons, *biases, *numbers))
+    for laid in (w_down, w_down.t().contiguous().t()):
+        given = twell_ffn._as_lists(ffn_of(w_gate, w_up, laid, *biases))
+        torch.library.opcheck(twell_ffn._gated_ffn_op, (x, *given, *numbers))
     meta = [t.to("meta") for t in tensors]
-    assert twell_ffn._gated_ffn_op(*meta, *numbers).shape == (2, 5, 64)
+    given = twell_ffn._as_lists(ffn_of(*meta[1:]))
+    assert twell_ffn._gated_ffn_op(meta[0], *given, *numbers).shape == (2, 5, 64)
 
 
 def test_no_graph_break_in_a_compiled_model(make_model, tmp_path):
@@ -231,7 +235,7 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(on_gpu, monkeypatch, ho
     kernels = type("Kernels", (), {"prepare": staticmethod(prepared.extend)})
     monkeypatch.setattr(twell_reasons, "kernels_for", lambda sources, index: kernels)
     assert twell_ffn.why_no_kernels(SOURCES, 0) is None
-    assert twell_ffn.takes_hopper_kernels(0) is hopper
+    assert twell_reasons.takes_hopper_kernels(0) is hopper
     many = twell_reasons.HOPPER_KERNELS if hopper else ()
     taken = [M for M in range(1, 65) if takes_few(M, 8, limits, "bf16")]
     assert (taken == list(range(1, 65))) or smem_bytes < 232448
@@ -245,20 +249,19 @@ def test_what_few_and_many_tokens_need_is_loaded_at_once(on_gpu, monkeypatch, ho
 def test_what_is_not_taken(on_gpu):
     on_gpu()
     x, w_gate, w_up, w_down, *_ = problem()
-    rows, w_down = x.view(-1, 64), w_down.t()
-    ffn = FFN(w_gate, w_up, w_down, None, None, None)
-    assert not w_down.is_contiguous()  # of which a copy would be made
+    rows, ffn = x.view(-1, 64), ffn_of(w_gate, w_up, w_down)
+    assert not ffn.by_neurons.is_contiguous()  # of which a copy would be made
     assert twell_reasons.why_not_ffn(rows, ffn, 256) is None
     assert "bf16, not float32" in twell_reasons.why_not_ffn(rows.float(), ffn, 256)
     assert "tiles of 256" in twell_reasons.why_not_ffn(rows, ffn, 128)
-    strided = FFN(w_gate, w_up.t().contiguous().t(), w_down, None, None, None)
+    strided = ffn_of(w_gate, w_up.t().contiguous().t(), w_down)
     assert "contiguous weights" in twell_reasons.why_not_ffn(rows, strided, 256)
-    turned = FFN(w_gate, w_up, w_down.t(), None, None, None)
+    turned = ffn_of(w_gate, w_up, w_down.t())
     assert "[K, N]" in twell_reasons.why_not_ffn(rows, turned, 256)
-    mixed = FFN(w_gate, w_up.float(), w_down, None, None, None)
+    mixed = ffn_of(w_gate, w_up.float(), w_down)
     assert "dtype and device" in twell_reasons.why_not_ffn(rows, mixed, 256)
     for up, bias in ((w_up[:8], None), (w_up, w_up[0])):
-        wrong = FFN(w_gate, up, w_down, None, bias, None)
+        wrong = ffn_of(w_gate, up, w_down, None, bias)
         assert "[K, N]" in twell_reasons.why_not_ffn(rows, wrong, 256)
     assert "[M, 64], not [10, 32]" in twell_reasons.why_not_ffn(rows[:, :32], ffn, 256)
 
@@ -276,7 +279,7 @@ def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
     def way(given):
         def run(kernels, here, rows, ffn, slots):
             assert (kernels, here, rows.shape, slots) == ("kernels", H200, (M, 64), 8)
-            found.append(ffn.w_down)
+            found.append(ffn.by_neurons)
 
         return replace(given, run=run)
 
@@ -285,7 +288,7 @@ def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
     x = torch.randn(M, 64).bfloat16()
     shifted = torch.cat([w_down.flatten()[:1], w_down.t().flatten()])[1:].view(96, 64).t()
     for laid in (w_down, shifted, w_down.t().contiguous().t()):
-        ffn = FFN(w_gate, w_up, laid.t(), *biases)
+        ffn = ffn_of(w_gate, w_up, laid, *biases)
         run_by_route(x, ffn, 8, 0.01, SOURCES, route)
         assert torch.equal(found[-1], w_down.t())
         if route == "dense":
@@ -319,14 +322,14 @@ def test_copies_of_the_code_share_what_is_equal(tmp_path):
     with (tmp_path / "changed" / "twell_plan.py").open("a") as file:
         file.write("\n# of another version\n")
     tensors = problem()
-    wanted = twell_ffn.sparse_ffn(*tensors, sources=SOURCES)
+    wanted = sparse(*tensors)
     same = imported_copy(tmp_path / "same", "copy_of_the_same")
     changed = imported_copy(tmp_path / "changed", "copy_of_another")
     assert same.sparse_ffn is twell_ffn.sparse_ffn
     assert same.register_sources({"x.cu": b""}) == twell_ffn.register_sources({"x.cu": b""})
     assert changed.sparse_ffn is not twell_ffn.sparse_ffn
     assert changed._gated_ffn_op is not twell_ffn._gated_ffn_op
-    assert torch.equal(changed.sparse_ffn(*tensors, sources=SOURCES), wanted)
+    assert torch.equal(sparse(*tensors, operator=changed.sparse_ffn), wanted)
 
 
 def test_shapes_alone_are_enough():
@@ -334,4 +337,4 @@ def test_shapes_alone_are_enough():
         torch.empty(*s, device="meta") for s in ((2, 3, 64), (96, 64), (96, 64), (64, 96))
     )
     with torch.no_grad():
-        assert twell_ffn.sparse_ffn(x, *weights, sources=SOURCES).shape == (2, 3, 64)
+        assert sparse(x, *weights).shape == (2, 3, 64)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ffns import ffn_by_neurons
 from launched import ways_by_tokens
 
 from twellctl.bundle import twell_route, twell_ways
@@ -16,7 +17,6 @@ from twellctl.bundle.twell_model import twell_class
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_route import Choice, Kind, choose
 from twellctl.bundle.twell_ways import WAYS, Problem, by_rule, run_by_route, ways_of
-from twellctl.bundle.twell_weights import FFN
 
 H200 = Limits(132, 232448, (9, 0))
 A100 = Limits(108, 166912, (8, 0))
@@ -116,7 +116,7 @@ def operator(monkeypatch, tmp_path):
     def call(M: int, route="auto", density=-1.0, capturing=False, dense=None) -> str:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         x, w = torch.zeros(M, 64).bfloat16(), torch.zeros(96, 64).bfloat16()
-        run_by_route(x, FFN(w, w, w, None, None, None), 8, density, "a", route, dense=dense)
+        run_by_route(x, ffn_by_neurons(w, w, w), 8, density, "a", route, dense=dense)
         return ran[-1]
 
     def measure(runs):

@@ -5,20 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 from compiled import compile_claims
+from ffns import ffn_by_neurons
 from launched import Launches, assert_taken, bf16
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import ENTRY_FILES, KINDS, PAGE, step_entry
-from twellctl.bundle.twell_weights import FFN
+from twellctl.bundle.twell_weights import Weight, plain_weight
 from twellctl.decoding import attention
 from twellctl.decoding.attention import AttendLayer, Rotary
 from twellctl.decoding.families import Norms, Scales
 from twellctl.decoding.screened import Screen
 from twellctl.decoding.whole_step import (
     DecoderLayer,
-    Linear,
     StepSizes,
     WholeStep,
     why_no_whole_step,
@@ -43,18 +43,18 @@ def fp8_layer(window: int | None) -> DecoderLayer:
         return torch.zeros(shape, dtype=torch.float8_e4m3fn)
 
     layer, N = make_layer(window), 64
-    qkv = Linear(e4m3(3072, 2048), bf16(3072), torch.ones(3072))
-    out = Linear(e4m3(2048, 2048), None, torch.ones(2048))
+    qkv = Weight("e4m3", e4m3(3072, 2048), torch.ones(3072, 1), bf16(3072))
+    out = Weight("e4m3", e4m3(2048, 2048), torch.ones(2048, 1))
     scales = torch.ones(N), torch.ones(N), torch.ones(2048)
     biases = None, bf16(N), None
-    ffn = FFN(*(e4m3(N, 2048) for _ in range(3)), *biases, *scales)
+    ffn = ffn_by_neurons(*(e4m3(N, 2048) for _ in range(3)), *biases, *scales)
     return replace(layer, qkv=qkv, out=out, ffn=ffn)
 
 
 def make_layer(window: int | None) -> DecoderLayer:
-    ffn = FFN(bf16(64, 2048), bf16(64, 2048), bf16(64, 2048), None, bf16(64), None)
+    ffn = ffn_by_neurons(bf16(64, 2048), bf16(64, 2048), bf16(64, 2048), None, bf16(64))
     attend = AttendLayer(bf16(3, 8, 64, 64), bf16(3, 8, 64, 64), 0.125, window)
-    qkv, out = Linear(bf16(3072, 2048), bf16(3072)), Linear(bf16(2048, 2048), None)
+    qkv, out = plain_weight(bf16(3072, 2048), bf16(3072)), plain_weight(bf16(2048, 2048))
     norms = Norms(bf16(2048), None, bf16(2048), None)
     return DecoderLayer(norms, qkv, attend, out, ffn)
 
@@ -149,16 +149,16 @@ def test_the_table_of_layers(kind):
     (row,) = kernels.call[3][0].tolist()
     of_layer = {
         "input_norm": layer.norms.attention,
-        "qkv": layer.qkv.weight,
+        "qkv": layer.qkv.values,
         "qkv_bias": layer.qkv.bias,
-        "out": layer.out.weight,
+        "out": layer.out.values,
         "out_bias": None,
         "ffn_norm": layer.norms.ffn,
-        "gate": layer.ffn.w_gate,
-        "up": layer.ffn.w_up,
-        "down": layer.ffn.w_down,
+        "gate": layer.ffn.gate.values,
+        "up": layer.ffn.up.values,
+        "down": layer.ffn.by_neurons,
         "gate_bias": None,
-        "up_bias": layer.ffn.b_up,
+        "up_bias": layer.ffn.up.bias,
         "down_bias": None,
         "keys": layer.attend.keys,
         "values": layer.attend.values,
@@ -166,7 +166,7 @@ def test_the_table_of_layers(kind):
         "k_norm": None,
     }
     ffn = layer.ffn
-    scales = [layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down]
+    scales = [layer.qkv.scales, layer.out.scales, ffn.gate.scales, ffn.up.scales, ffn.down.scales]
     scales = scales if kind == "e4m3" else []
     names = [*of_layer, "copy", "limits", "window", *(f"scales[{i}]" for i in range(len(scales)))]
     struct = f"ScaledLayer<{KINDS[kind].struct}>"
@@ -188,7 +188,7 @@ def test_the_table_of_layers(kind):
 
 def test_weights_that_lie_otherwise_are_refused():
     layer = make_layer(None)
-    turned = replace(layer, ffn=replace(layer.ffn, w_down=bf16(2048, 64).t()))
+    turned = replace(layer, ffn=replace(layer.ffn, turned=bf16(2048, 64).t()))
     with pytest.raises(ValueError, match="by rows of neurons"):
         WholeStep(
             OneLaunch(),

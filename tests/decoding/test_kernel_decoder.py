@@ -267,7 +267,9 @@ def test_fp8_with_another_activation_is_refused(tiny, as_on_a_gpu):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
     model = tiny(**sizes, hidden_act="silu").bfloat16()
     round_model(model)
-    assert "the FFNs of LlamaForCausalLM are in FP8 and not ReLU" in KernelDecoder.why_not(model)
+    assert "the FFNs of LlamaForCausalLM are rounded to e4m3 and not ReLU" in KernelDecoder.why_not(
+        model
+    )
 
 
 @pytest.mark.parametrize(
@@ -304,9 +306,9 @@ def test_fused_weights_are_not_copied(tiny):
     model = tiny("phi3", hidden_size=256)
     decoder = attached(KernelDecoder(model), 3)
     for layer, made in zip(model.model.layers, decoder._layers, strict=True):
-        assert made.qkv.weight.data_ptr() == layer.self_attn.qkv_proj.weight.data_ptr()
+        assert made.qkv.values.data_ptr() == layer.self_attn.qkv_proj.weight.data_ptr()
         fused = layer.mlp.gate_up_proj.weight
-        start, halves = fused.data_ptr(), (made.ffn.w_gate, made.ffn.w_up)
+        start, halves = fused.data_ptr(), (made.ffn.gate.values, made.ffn.up.values)
         assert [half.data_ptr() - start for half in halves] == [0, fused.nbytes // 2]
 
 

@@ -5,14 +5,16 @@ rounded to bf16 where the kernels round.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from ffns import ffn_by_neurons, ffn_of
 from on_gpu import on_hopper, whole
 from torch import Tensor
 
 from twellctl.bundle import twell_ways
+from twellctl.bundle.twell_dense import gated_ffn
 from twellctl.bundle.twell_few import (
     FEW_TOKENS,
     few_gated,
@@ -26,7 +28,6 @@ from twellctl.bundle.twell_few_walk import takes_few_walk
 from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_launch import KernelSet, device_limits
-from twellctl.bundle.twell_sequence import dense_ffn
 from twellctl.bundle.twell_weights import FFN
 from twellctl.here.resources import kernel_files
 
@@ -44,7 +45,7 @@ class Problem:
     residual: Tensor | None = None
 
     def __str__(self) -> str:
-        biases = ["no" if b is None else "a" for b in (self.ffn.b_gate, self.ffn.b_up)]
+        biases = ["no" if b is None else "a" for b in (self.ffn.gate.bias, self.ffn.up.bias)]
         density = self.fired.double().mean().item()
         return (
             f"M={self.x.shape[0]} K={self.ffn.K} N={self.ffn.N} "
@@ -53,7 +54,7 @@ class Problem:
 
     @property
     def gate(self) -> Tensor:
-        return linear(self.x, self.ffn.w_gate, self.ffn.b_gate)
+        return linear(self.x, self.ffn.gate.values, self.ffn.gate.bias)
 
     @property
     def fired(self) -> Tensor:
@@ -61,12 +62,12 @@ class Problem:
 
     @property
     def hidden(self) -> Tensor:
-        up = linear(self.x, self.ffn.w_up, self.ffn.b_up)
+        up = linear(self.x, self.ffn.up.values, self.ffn.up.bias)
         return (keep_fired(self.gate).double() * up.double()).bfloat16()
 
     @property
     def y(self) -> Tensor:
-        return linear(self.hidden, self.ffn.w_down.t(), self.ffn.b_down, self.residual)
+        return linear(self.hidden, self.ffn.by_neurons.t(), self.ffn.down.bias, self.residual)
 
 
 def linear(
@@ -93,7 +94,7 @@ def random_problem(draw: random.Random) -> Problem:
     sizes = ((N, draw.choice([3, 30])), (N, 3), (K, 3))
     biases = [whole(n, most=most) if draw.random() < 0.5 else None for n, most in sizes]
     residual = whole(M, K, most=50) if draw.random() < 0.5 else None
-    return Problem(x, FFN(*weights, *biases), residual)
+    return Problem(x, ffn_by_neurons(*weights, *biases), residual)
 
 
 def patterned(fired: Tensor, K: int = 128) -> Problem:
@@ -102,7 +103,7 @@ def patterned(fired: Tensor, K: int = 128) -> Problem:
     x, w_gate = torch.eye(K, device=DEVICE)[:M].bfloat16(), -whole(N, K).abs()
     values = torch.randint(1, 100, (N, M), device=DEVICE).bfloat16()
     w_gate[:, :M] = torch.where(fired.T, values, w_gate[:, :M])
-    return Problem(x, FFN(w_gate, whole(N, K), whole(N, K), None, None, None))
+    return Problem(x, ffn_by_neurons(w_gate, whole(N, K), whole(N, K), None, None, None))
 
 
 def real(M: int, K: int, N: int, level: float, biases: bool = False) -> Problem:
@@ -112,7 +113,7 @@ def real(M: int, K: int, N: int, level: float, biases: bool = False) -> Problem:
     weights = [w * K**-0.5 for w in weights[:2]] + [weights[2] * N**-0.5]
     x[:, 0], weights[0][:, 0] = level, 1
     rest = [torch.randn(n, device=DEVICE).bfloat16() if biases else None for n in (N, N, K)]
-    return Problem(x, FFN(*weights, *rest))
+    return Problem(x, ffn_by_neurons(*weights, *rest))
 
 
 def equal(found: Tensor, wanted: Tensor, where: object) -> None:
@@ -155,14 +156,14 @@ def check(problem: Problem, kernels: KernelSet) -> None:
         equal(hidden, problem.hidden, f"few_gated, {problem}")
         equal((counts - first)[None], problem.fired.sum(-1).int()[None], f"few_gated, {problem}")
         equal(few_gated(*here), hidden, f"few_gated without counts, {problem}")
-        w_down, rest = ffn.w_down.t().contiguous(), (ffn.b_down,)
-        y = few_linear(kernels, limits, problem.x, ffn.w_gate, ffn.b_gate)
-        wide = few_linear(kernels, limits, problem.x, ffn.w_gate, ffn.b_gate, wide=True)
+        down = replace(ffn.down, values=ffn.down.values.contiguous())
+        y = few_linear(kernels, limits, problem.x, ffn.gate)
+        wide = few_linear(kernels, limits, problem.x, ffn.gate, wide=True)
         assert wide.dtype == torch.float32
         equal(wide.bfloat16(), y, f"few_linear wide, {problem}")
         equal(y, problem.gate, f"few_linear, {problem}")
         if ffn.N % 64 == 0:
-            y = few_linear(kernels, limits, hidden, w_down, *rest, residual=problem.residual)
+            y = few_linear(kernels, limits, hidden, down, residual=problem.residual)
             equal(y, problem.y, f"few_linear, {problem}")
 
 
@@ -197,7 +198,7 @@ def test_real_sizes(kernels, K, N, M):
     torch.manual_seed(0)
     x, weights = whole(M, K), [whole(N, K) for _ in range(3)]
     x[:, 0], weights[0][:, 0] = round(-2.5 * (4 * K / 9) ** 0.5), 1
-    check(Problem(x, FFN(*weights, None, None, None)), kernels)
+    check(Problem(x, ffn_by_neurons(*weights, None, None, None)), kernels)
 
 
 @pytest.mark.parametrize("M", TOKENS)
@@ -226,8 +227,10 @@ def test_rows_that_are_not_finite(kernels, M, value):
     """They are as in plain torch, and the others as they were."""
     torch.manual_seed(0)
     K, N = 192, 520
-    problem = Problem(whole(M, K), FFN(whole(N, K), whole(N, K), whole(N, K), *[None] * 3))
-    problem.x[:, 0], problem.ffn.w_gate[:, 0] = -25, 1
+    problem = Problem(
+        whole(M, K), ffn_by_neurons(whole(N, K), whole(N, K), whole(N, K), *[None] * 3)
+    )
+    problem.x[:, 0], problem.ffn.gate.values[:, 0] = -25, 1
     for row in {0, M // 2, M - 1}:
         problem.x[row, row % K + 1] = value
     check(problem, kernels)
@@ -239,13 +242,16 @@ def test_gates_at_0(kernels, M):
     gates = torch.tensor([-0.5, 0.5, -0.0, 0.0, torch.nan, torch.inf, -torch.inf, 2.0**-126])
     problem = Problem(
         torch.zeros(M, 64, device=DEVICE).bfloat16(),
-        FFN(whole(8, 64), whole(8, 64), whole(8, 64), gates.to(DEVICE).bfloat16(), None, None),
+        ffn_by_neurons(
+            whole(8, 64), whole(8, 64), whole(8, 64), gates.to(DEVICE).bfloat16(), None, None
+        ),
     )
     assert problem.fired[0].tolist() == [False, True, False, False, True, True, False, True]
     check(problem, kernels)
-    finite = torch.where(problem.ffn.b_gate.isfinite(), problem.ffn.b_gate, 0)
+    finite = torch.where(problem.ffn.gate.bias.isfinite(), problem.ffn.gate.bias, 0)
     up = torch.ones(8, device=DEVICE).bfloat16()
-    ffn = FFN(*problem.ffn.tensors[:3], finite, up, None)
+    values = [weight.values for weight in problem.ffn.weights]
+    ffn = ffn_of(*values, finite, up)
     check(Problem(problem.x, ffn), kernels)
 
 
@@ -288,9 +294,9 @@ def test_launches_that_overlap_have_the_bits_of_those_that_do_not(kernels, M, gr
             here = kernels, limits
             how = {"residual": x, "counts": counts, "overlap": overlap}
             y = form(*here, x, problem.ffn, **how)
-            y = few_linear(*here, y, problem.ffn.w_up[:512], residual=x, overlap=overlap)
+            y = few_linear(*here, y, problem.ffn.up.values[:512], residual=x, overlap=overlap)
             gated = few_gated(*here, y, problem.ffn, counts=counts, overlap=overlap)
-            x = few_linear(*here, gated, problem.ffn.w_down.view(512, 1536), overlap=overlap)
+            x = few_linear(*here, gated, problem.ffn.by_neurons.view(512, 1536), overlap=overlap)
             x = x / x.float().norm(dim=-1, keepdim=True).bfloat16() * 20  # torch's own kernels too
             made += [y, gated, x]
         return [*made, counts.clone()]
@@ -324,13 +330,13 @@ def test_errors_are_those_of_bf16(kernels, M, level, biases):
     limits = device_limits(0)
     problem = real(M, 2048, 5632, level, biases)
     x, ffn = problem.x, problem.ffn
-    biases = [0 if b is None else b.double() for b in (ffn.b_gate, ffn.b_up, ffn.b_down)]
-    gate = x.double() @ ffn.w_gate.double().T + biases[0]
-    hidden = gate.relu() * (x.double() @ ffn.w_up.double().T + biases[1])
-    wanted = hidden @ ffn.w_down.double() + biases[2]
+    biases = [0 if b is None else b.double() for b in (ffn.gate.bias, ffn.up.bias, ffn.down.bias)]
+    gate = x.double() @ ffn.gate.values.double().T + biases[0]
+    hidden = gate.relu() * (x.double() @ ffn.up.values.double().T + biases[1])
+    wanted = hidden @ ffn.by_neurons.double() + biases[2]
     forms = forms_for(M, 5632, 2048).items()
     made = {name: form(kernels, limits, x, ffn) for name, form in forms}
-    made["dense"] = dense_ffn(x, ffn)
+    made["dense"] = gated_ffn(x, ffn)
     errors = {
         name: ((found.double() - wanted).norm() / wanted.norm()).item()
         for name, found in made.items()
@@ -356,9 +362,10 @@ def test_the_operator_takes_them(sources, way, monkeypatch):
     tokens = [*TOKENS, FEW_TOKENS + 1, 100]
     for M in tokens:
         weights = whole(520, 128), whole(520, 128), whole(520, 128)
-        problem = Problem(whole(M, 128), FFN(*weights, None, None, None))
+        problem = Problem(whole(M, 128), ffn_by_neurons(*weights))
         for laid in (weights[2].t(), weights[2].t().contiguous()):
-            y = sparse_ffn(problem.x, *weights[:2], laid, sources=sources, route="auto")
+            ffn = ffn_of(*weights[:2], laid)
+            y = sparse_ffn(problem.x, ffn, sources=sources, route="auto")
             equal(y, problem.y, problem)
     assert taken == [f"few_{way}" in forms_for(M, 520, 128) for M in tokens for _ in range(2)]
 
@@ -368,13 +375,12 @@ def test_a_capture_that_comes_after_many_tokens_loads_nothing(monkeypatch, tmp_p
     """All kernels are there after the first call, also those that it does not need."""
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     new = register_sources(kernel_files() | {"new.txt": b""})  # a set that nothing has loaded
-    weights = whole(96, 64), whole(96, 64), whole(64, 96)
-    ffn = FFN(*weights[:2], weights[2].t(), None, None, None)
+    ffn = ffn_of(whole(96, 64), whole(96, 64), whole(64, 96))
     many, few = (Problem(whole(M, 64), ffn) for M in (300, 5))
-    sparse_ffn(many.x, *weights, sources=new, route="twell")
+    sparse_ffn(many.x, ffn, sources=new, route="twell")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = sparse_ffn(few.x, *weights, sources=new, route="twell")
+        y = sparse_ffn(few.x, ffn, sources=new, route="twell")
     graph.replay()
     equal(y, few.y, few)
 
@@ -387,6 +393,5 @@ def test_the_long_sequence_still_takes_few_tokens(sources, monkeypatch):
     for seed in range(200):
         problem = random_problem(random.Random(seed))
         ffn = problem.ffn
-        weights = ffn.w_gate, ffn.w_up, ffn.w_down.t(), ffn.b_gate, ffn.b_up, ffn.b_down
-        y = sparse_ffn(problem.x, *weights, sources=sources, route="twell")
+        y = sparse_ffn(problem.x, ffn, sources=sources, route="twell")
         equal(y, Problem(problem.x, ffn).y, problem)

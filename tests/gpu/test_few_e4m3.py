@@ -8,16 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ffns import ffn_by_neurons
 from on_gpu import on_e4m3
 from torch import Tensor
 
+from twellctl.bundle.twell_dense import rounded_weight
 from twellctl.bundle.twell_few import few_gated, few_linear, few_pairs, few_union
 from twellctl.bundle.twell_few_walk import takes_few_walk
 from twellctl.bundle.twell_format import fires
-from twellctl.bundle.twell_fp8 import round_weight
 from twellctl.bundle.twell_launch import KernelSet, device_limits
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_weights import FFN
+from twellctl.bundle.twell_weights import FFN, Weight
 
 pytestmark = [pytest.mark.gpu, on_e4m3]
 DEVICE = "cuda"
@@ -35,23 +36,16 @@ class Problem:
 
     def __init__(self, x: Tensor, ffn: FFN, residual: Tensor | None):
         self.x, self.ffn, self.residual = x, ffn, residual
-        self.gate = self.linear(x, ffn.w_gate, ffn.s_gate[:, None], ffn.b_gate)
+        self.gate = self.linear(x, ffn.gate)
         self.fired = fires(self.gate)
-        up = self.linear(x, ffn.w_up, ffn.s_up[:, None], ffn.b_up)
+        up = self.linear(x, ffn.up)
         self.hidden = torch.where(self.fired, self.gate.double() * up.double(), 0).bfloat16()
-        down = ffn.w_down.t(), ffn.s_down[:, None], ffn.b_down
-        self.y = self.linear(self.hidden, *down, residual)
+        self.y = self.linear(self.hidden, ffn.down, residual)
 
     @staticmethod
-    def linear(
-        x: Tensor,
-        values: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        y = x.double() @ (values.double() * scale.double()).t()
-        y = (y if bias is None else y + bias.double()).bfloat16()
+    def linear(x: Tensor, weight: Weight, residual: Tensor | None = None) -> Tensor:
+        y = x.double() @ (weight.values.double() * weight.scales.double()).t()
+        y = (y if weight.bias is None else y + weight.bias.double()).bfloat16()
         return y if residual is None else (y.double() + residual.double()).bfloat16()
 
 
@@ -72,19 +66,21 @@ def of_whole_numbers(M: int, K: int, N: int, level: float, full: bool) -> Proble
     e4m3 = [weight.to(torch.float8_e4m3fn) for weight in weights]
     biases = [whole(num, most=3) if full else None for num in (N, N, K)]
     residual = whole(M, K, most=50) if full else None
-    return Problem(x, FFN(*e4m3, *biases, powers(N), powers(N), powers(K)), residual)
+    return Problem(x, ffn_by_neurons(*e4m3, *biases, powers(N), powers(N), powers(K)), residual)
 
 
 def of_any_numbers(M: int, K: int, N: int) -> Problem:
     x = torch.randn(M, K, device=DEVICE).bfloat16()
-    (gate, s_gate), (up, s_up), (down, s_down) = (
-        round_weight(torch.randn(*shape, device=DEVICE) / shape[1] ** 0.5)
+    gate, up, down = (
+        rounded_weight(
+            "e4m3",
+            torch.randn(*shape, device=DEVICE) / shape[1] ** 0.5,
+            torch.randn(shape[0], device=DEVICE).bfloat16(),
+        )
         for shape in ((N, K), (N, K), (K, N))
     )
-    biases = [torch.randn(num, device=DEVICE).bfloat16() for num in (N, N, K)]
-    scales = (s_gate[:, 0], s_up[:, 0], s_down[:, 0])
-    down = down.t().contiguous()
-    return Problem(x, FFN(gate, up, down, *biases, *scales), torch.randn_like(x))
+    ffn = FFN(gate, up, down, turned=down.values.t().contiguous())
+    return Problem(x, ffn, torch.randn_like(x))
 
 
 def forms_for(M: int, N: int, K: int) -> dict:
@@ -98,9 +94,9 @@ def computed(kernels: KernelSet, problem: Problem) -> dict[str, tuple[Tensor, Te
     x, ffn = problem.x, problem.ffn
     here, first = (kernels, limits(), x), torch.arange(len(x), device=DEVICE).int()
     dense_counts, fired = first.clone(), first + problem.fired.sum(-1).int()
-    gate = few_linear(*here, ffn.w_gate, ffn.b_gate, scale=ffn.s_gate)
-    wide = few_linear(*here, ffn.w_gate, ffn.b_gate, scale=ffn.s_gate, wide=True)
-    ahead = few_linear(*here, ffn.w_gate, ffn.b_gate, scale=ffn.s_gate, ahead=True)
+    gate = few_linear(*here, ffn.gate)
+    wide = few_linear(*here, ffn.gate, wide=True)
+    ahead = few_linear(*here, ffn.gate, ahead=True)
     made = {}
     for name, form in forms_for(len(x), ffn.N, ffn.K).items():
         counts = first.clone()
@@ -140,9 +136,9 @@ def test_rows_of_any_size(kernels, M):
     """Each warp takes its part of a row in f16, times a power of two, where all of it stays."""
     problem = of_any_numbers(M, 1024, 136)
     x = problem.x * 10.0 ** torch.randint(-20, 21, (M, 1), device=DEVICE)
-    weight = problem.ffn.w_gate, None
-    found = few_linear(kernels, limits(), x.bfloat16(), *weight, scale=problem.ffn.s_gate)
-    wanted = Problem.linear(x.bfloat16(), weight[0], problem.ffn.s_gate[:, None], None)
+    weight = replace(problem.ffn.gate, bias=None)
+    found = few_linear(kernels, limits(), x.bfloat16(), weight)
+    wanted = Problem.linear(x.bfloat16(), weight)
     error = (found.double() - wanted.double()).norm(dim=1) / wanted.double().norm(dim=1)
     assert error.max() < 2**-8
 
@@ -153,9 +149,9 @@ def test_rows_that_are_not_finite(kernels, M, bad):
     problem = of_any_numbers(M, 1024, 136)
     x = problem.x.clone()
     x[0, 700] = bad
-    scale = problem.ffn.s_gate
-    found = few_linear(kernels, limits(), x, problem.ffn.w_gate, scale=scale)
-    wanted = Problem.linear(x, problem.ffn.w_gate, scale[:, None], None)
+    weight = replace(problem.ffn.gate, bias=None)
+    found = few_linear(kernels, limits(), x, weight)
+    wanted = Problem.linear(x, weight)
     assert torch.equal(found[0].isfinite(), wanted[0].isfinite())
     assert torch.equal(found[0].isnan(), wanted[0].isnan())
     assert found[1:].isfinite().all()
@@ -193,7 +189,7 @@ def patterned(fired: Tensor, K: int = 128) -> Problem:
     weights = [
         w.to(torch.float8_e4m3fn) for w in (w_gate, whole(N, K, most=4), whole(N, K, most=4))
     ]
-    return Problem(x, FFN(*weights, *[None] * 3, powers(N), powers(N), powers(K)), None)
+    return Problem(x, ffn_by_neurons(*weights, *[None] * 3, powers(N), powers(N), powers(K)), None)
 
 
 @pytest.mark.parametrize("M", [4, 8, 16, 17, 32, 64])
@@ -242,7 +238,8 @@ def test_pairs_of_rows_of_any_size(kernels, M):
     torch.manual_seed(M)
     drawn = of_any_numbers(M, 1024, 136)
     x = drawn.x * 10.0 ** torch.randint(-15, 16, (M, 1), device=DEVICE)
-    problem = Problem(x.bfloat16(), replace(drawn.ffn, b_gate=None, b_up=None, b_down=None), None)
+    gate, up, down = (replace(weight, bias=None) for weight in drawn.ffn.weights)
+    problem = Problem(x.bfloat16(), FFN(gate, up, down, drawn.ffn.turned), None)
     found, wanted = by_pairs(kernels, problem).double(), problem.y.double()
     assert ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 2**-8
 

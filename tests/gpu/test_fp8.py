@@ -6,7 +6,9 @@ from on_gpu import on_e4m3
 from torch import Tensor
 
 from twellctl.bundle.twell_cache import reasons_said
-from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear, round_rows, round_weight
+from twellctl.bundle.twell_dense import gated_ffn, linear, rounded_weight
+from twellctl.bundle.twell_e4m3 import round_rows
+from twellctl.bundle.twell_weights import FFN, Weight
 from twellctl.convert import convert
 from twellctl.export import export
 from twellctl.models.checkpoint import open_checkpoint
@@ -20,14 +22,14 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def weight_of(N: int, K: int, *, seed: int, bias: bool = False) -> Fp8Weight:
+def weight_of(N: int, K: int, *, seed: int, bias: bool = False) -> Weight:
     added = drawn(N, seed=seed).bfloat16() if bias else None
-    return Fp8Weight(*round_weight(drawn(N, K, seed=seed) / K**0.5), added)
+    return rounded_weight("e4m3", drawn(N, K, seed=seed) / K**0.5, added)
 
 
-def on_gpu(weight: Fp8Weight) -> Fp8Weight:
+def on_gpu(weight: Weight) -> Weight:
     bias = None if weight.bias is None else weight.bias.cuda()
-    return Fp8Weight(weight.values.cuda(), weight.scale.cuda(), bias)
+    return Weight("e4m3", weight.values.cuda(), weight.scales.cuda(), bias)
 
 
 def test_rows_are_rounded_to_the_same_bits():
@@ -43,9 +45,9 @@ def test_rows_are_rounded_to_the_same_bits():
 def test_fp8_products_err_as_bf16_rounds(shape, bias):
     M, K, N = shape
     x, weight = drawn(M, K, seed=3).bfloat16(), weight_of(N, K, seed=4, bias=bias)
-    wanted = fp8_linear(x.float(), weight)
+    wanted = linear(x.float(), weight)
     with reasons_said() as said:
-        found = fp8_linear(x.cuda(), on_gpu(weight))
+        found = linear(x.cuda(), on_gpu(weight))
     assert (said, found.dtype) == ([], torch.bfloat16)
     error = (found.cpu().float() - wanted).abs()
     # accumulators of tensor cores hold some 14 bits
@@ -60,9 +62,9 @@ def test_an_ffn_is_the_same_where_the_products_do_not_run(dtype, sizes):
     x = drawn(5, K, seed=5).to(dtype)
     gate, up, down = weight_of(N, K, seed=6), weight_of(N, K, seed=7), weight_of(K, N, seed=8)
     for round_inputs in (True, False):
-        wanted = fp8_ffn(x, gate, up, down, round_inputs=round_inputs).float()
-        there = map(on_gpu, (gate, up, down))
-        found = fp8_ffn(x.cuda(), *there, round_inputs=round_inputs).cpu().float()
+        wanted = gated_ffn(x, FFN(gate, up, down), round_inputs=round_inputs).float()
+        there = FFN(*map(on_gpu, (gate, up, down)))
+        found = gated_ffn(x.cuda(), there, round_inputs=round_inputs).cpu().float()
         assert (found - wanted).abs().mean() < 0.02 * wanted.abs().mean()
 
 
@@ -72,8 +74,8 @@ def test_what_the_products_do_not_take_is_said_once(sizes):
     N, K = sizes
     x, weight = drawn(4, K, seed=9).bfloat16().cuda(), on_gpu(weight_of(N, K, seed=10))
     with reasons_said() as said:
-        fp8_linear(x, weight)
-        fp8_linear(x, weight)
+        linear(x, weight)
+        linear(x, weight)
     (reason,) = said
     assert f"FP8 products take sizes that are multiples of 16, not {K} and {N}" in reason
 

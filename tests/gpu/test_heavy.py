@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ffns import ffn_by_neurons
 from on_gpu import HOPPER, whole
 from torch import Tensor
 
@@ -101,7 +102,7 @@ def problem(K: int, N: int, heavy: Tensor, biases: bool) -> tuple[Tensor, FFN]:
     x = torch.randn(TOKENS, K, device="cuda").bfloat16()
     x[:, 0] = 1
     x[heavy[::2], 0], x[heavy[1::2], 0] = 0.5, 0.1
-    return x, FFN(*weights, *bias)
+    return x, ffn_by_neurons(*weights, *bias)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -111,9 +112,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def exact(x: Tensor, ffn: FFN) -> tuple[Tensor, Tensor]:
     """The gate, and y, in float64, rounded where the kernels round."""
-    gate, up = product(x, ffn.w_gate.t(), ffn.b_gate), product(x, ffn.w_up.t(), ffn.b_up)
+    gate, up = (product(x, w.values.t(), w.bias) for w in (ffn.gate, ffn.up))
     hidden = (keep_fired(gate).double() * up.double()).bfloat16()
-    return gate, product(hidden, ffn.w_down, ffn.b_down)
+    return gate, product(hidden, ffn.by_neurons, ffn.down.bias)
 
 
 @pytest.mark.parametrize("slots", [8, 64])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attached import attached
+from ffns import ffn_of
 from popular_shapes import SHAPES, Shape
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -129,6 +130,7 @@ def test_the_operator(popular, monkeypatch):
     for number, ffn in enumerate(gated_ffns(popular.model)):
         w_gate, w_up, w_down = weights_of(ffn)
         w_down = by_rows_of_neurons(w_down)
+        weights = ffn_of(w_gate, w_up, w_down)
         rows = put_constants(torch.randn(max(TOKENS), popular.shape.K, device=DEVICE).bfloat16())
         wanted = plain(rows.double(), w_gate, w_up, w_down)
         fired = (F.linear(rows, w_gate) > 0).double().mean().item()
@@ -141,7 +143,7 @@ def test_the_operator(popular, monkeypatch):
                 found.clear()
                 for piece in x.split(M):
                     how = {"sources": own_kernels(), "density": density}
-                    found["as returned"].append(sparse_ffn(piece, w_gate, w_up, w_down, **how))
+                    found["as returned"].append(sparse_ffn(piece, weights, **how))
                 for way, pieces in found.items():
                     times = error(torch.cat(pieces), wanted[: len(x)]) / usual
                     what = f"{way}, {M} tokens, density {density}, layer {number} of {popular}"

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from ffns import ffn_of
 from on_gpu import on_e4m3
 
 from twellctl.bundle import twell_route
-from twellctl.bundle.twell_ffn import fp8_ffn_beside, sparse_ffn
-from twellctl.bundle.twell_fp8 import Fp8Weight, fp8_ffn, round_weight
+from twellctl.bundle.twell_dense import gated_ffn, rounded_weight
+from twellctl.bundle.twell_ffn import sparse_ffn, sparse_ffn_of_engine
 from twellctl.bundle.twell_model import by_rows_of_neurons
+from twellctl.bundle.twell_weights import FFN
 from twellctl.here.own_kernels import own_kernels
 from twellctl.vllm.routes import Layer, engines_way, settle, token_counts
 
@@ -29,11 +31,11 @@ def test_nothing_is_measured_once_it_is_settled(monkeypatch, tmp_path):
     monkeypatch.setattr(twell_route, "measure", measure)
     made = {"device": device, "dtype": torch.bfloat16}
     w_gate, w_up = torch.randn(1024, 256, **made), torch.randn(1024, 256, **made)
-    w_down = by_rows_of_neurons(torch.randn(256, 1024, **made))
+    ffn = ffn_of(w_gate, w_up, by_rows_of_neurons(torch.randn(256, 1024, **made)))
     how = {"tile": LAYER.tile, "slots": LAYER.slots, "density": LAYER.density}
     for count in (1, 3, 24, 40, 100, 999, 1000):
         x = torch.zeros(count, 256, **made)  # tokens that are not like those of the profile
-        y = sparse_ffn(x, w_gate, w_up, w_down, sources=own_kernels(), **how)
+        y = sparse_ffn(x, ffn, sources=own_kernels(), **how)
         assert y.shape == x.shape
 
 
@@ -46,11 +48,11 @@ def test_nothing_is_measured_over_fp8_weights_either(monkeypatch, tmp_path):
     device, counts = torch.device("cuda", 0), token_counts([24, 40], 1000)
     made = {"device": device, "dtype": torch.bfloat16}
     sizes = ((1024, 256), (1024, 256), (256, 1024))
-    weights = [Fp8Weight(*round_weight(torch.randn(*size, **made) / 16)) for size in sizes]
-    turned = weights[-1].values.t().contiguous()
+    weights = [rounded_weight("e4m3", torch.randn(*size, **made) / 16) for size in sizes]
+    ffn = FFN(*weights, weights[-1].values.t().contiguous())
 
     def dense(x):
-        return engines_way(lambda: fp8_ffn(x, *weights))
+        return engines_way(lambda: gated_ffn(x, ffn))
 
     found = settle([LAYER], counts, device, torch.bfloat16, own_kernels(), dense=dense)
     assert "as measured" in found.how or "was measured" in found.how
@@ -62,11 +64,11 @@ def test_nothing_is_measured_over_fp8_weights_either(monkeypatch, tmp_path):
     how = {"tile": LAYER.tile, "slots": LAYER.slots, "density": LAYER.density}
 
     def run(x):
-        return fp8_ffn_beside(dense(x), x, *weights, turned, sources=own_kernels(), **how)
+        return sparse_ffn_of_engine(dense(x), x, ffn, sources=own_kernels(), **how)
 
     for count in (1, 3, 24, 40, 100, 999, 1000):
         x = torch.randn(count, 256, **made)  # half of the neurons fire, unlike the profile
-        wanted = fp8_ffn(x, *weights).float()
+        wanted = gated_ffn(x, ffn).float()
         assert (run(x) - wanted).abs().max() < 0.1 * wanted.abs().max()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

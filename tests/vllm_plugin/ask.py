@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from twellctl.bundle import twell_ffn
-from twellctl.bundle.twell_fp8 import fp8_ffn
+from twellctl.bundle.twell_dense import gated_ffn
 from twellctl.vllm import fp8_ffn as plugins_fp8
 from twellctl.vllm import models
 from twellctl.vllm.routes import Settled
@@ -41,10 +41,10 @@ def answer(folder: str, prompts: list, new_tokens: int, calls: list, **settings)
 def play_kernels() -> None:
     """Let all go over kernels, which find W_down in both layouts and the dense way beside them."""
 
-    def run(dense, x, gate, up, down, turned, **numbers):
-        assert turned.is_contiguous()
-        assert torch.equal(turned.t().float(), down.values.float())
-        y = fp8_ffn(x, gate, up, down)
+    def run(dense, x, ffn, **numbers):
+        assert ffn.turned.is_contiguous()
+        assert torch.equal(ffn.turned.t().float(), ffn.down.values.float())
+        y = gated_ffn(x, ffn)
         beside = dense.run(None, None, x, None, numbers["slots"])
         # a flip of one rounding of h is seen; a weight or scale in a wrong place gives far more
         held = x.isfinite().all(-1)  # of what vLLM starts with not all is
@@ -56,13 +56,13 @@ def play_kernels() -> None:
         assert dense(x).run().shape == x.shape  # so it is measured
         return Settled(False, "over played kernels")
 
-    plugins_fp8.fp8_ffn_beside = run
+    plugins_fp8.sparse_ffn_of_engine = run
     models.settle = settle
 
 
 def main(request: str, out: str) -> None:
-    calls, products = [], twell_ffn.dense_products
-    twell_ffn.dense_products = lambda *a: calls.append(1) or products(*a)
+    calls, computed = [], twell_ffn.gated_ffn
+    twell_ffn.gated_ffn = lambda *a: calls.append(1) or computed(*a)
     compute = plugins_fp8.TwellFp8FFN.compute
     plugins_fp8.TwellFp8FFN.compute = lambda *a: calls.append(1) or compute(*a)
     wanted, answers = json.loads(request), []

@@ -114,12 +114,12 @@ def test_a_rounded_input_has_the_key_that_the_layer_wants(key):
     import torch
     from vllm.model_executor.kernels.linear import FP8ScaledMMLinearKernel
 
-    from twellctl.bundle.twell_fp8 import E4M3, round_rows
+    from twellctl.bundle.twell_e4m3 import DTYPE, round_rows
     from twellctl.vllm.fp8_ffn import TwellFp8FFN
 
     class Kernel(FP8ScaledMMLinearKernel):
         is_supported = can_implement = classmethod(lambda *_: (True, None))
-        fp8_dtype, config = E4M3, SimpleNamespace(out_dtype=torch.bfloat16)
+        fp8_dtype, config = DTYPE, SimpleNamespace(out_dtype=torch.bfloat16)
         layer_param_names = "weight", "weight_scale", "input_scale", "bound"
         quant_fp8 = staticmethod(lambda x, *_: round_rows(x))
         input_quant_key = staticmethod(lambda: key)
@@ -137,5 +137,5 @@ def test_a_rounded_input_has_the_key_that_the_layer_wants(key):
         linear.quant_method = SimpleNamespace(apply=apply)
     ffn, x = TwellFp8FFN(stock, 256, 64, 0.02, lambda device: False), torch.randn(3, 128).bfloat16()
     values, scales = ffn.rounded(x)
-    assert values.dtype == E4M3
+    assert values.dtype == DTYPE
     assert torch.equal(ffn.compute(x, values, scales), ffn.compute(x, None, None))

@@ -25,7 +25,7 @@ def check(*, quantized=False, lora=False, hidden_act="silu", fp8=None, **changes
     twell = {key: value for key, value in (TWELL | changes).items() if value is not None}
     config = SimpleNamespace(twell=twell, num_hidden_layers=2, hidden_act=hidden_act)
     if fp8:
-        config.quantization_config = quantization_config(["lm_head"]) | fp8
+        config.quantization_config = quantization_config("e4m3", ["lm_head"]) | fp8
     check_served("some/model", config, quantized=quantized, lora=lora)
 
 
@@ -61,7 +61,7 @@ def test_an_export_with_a_profile_is_served():
         ({"quantized": True}, "exported in bf16: drop --quantization, or serve it densely"),
         (
             {"fp8": {"format": "int-quantized"}, "quantized": True},
-            "quantization_config is not that of an FP8 export: export it again",
+            "quantization_config is not that of an export: export it again",
         ),
         ({"fp8": FP8, "densities": None}, "holds no profile, .* export it with --profile"),
         ({"fp8": FP8, "quantized": True, "lora": True}, "not support adapters: drop --enable-lora"),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from popular_shapes import SHAPES
 
 from twellctl.bundle.twell_cache import say_once
-from twellctl.bundle.twell_fp8 import fp8_ffn
+from twellctl.bundle.twell_dense import gated_ffn
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_route import Choice, Kind, density_bucket, token_bucket
 from twellctl.bundle.twell_ways import Problem, ways_of
@@ -138,13 +138,14 @@ def test_it_measures_what_fires_as_profiled(monkeypatch):
     monkeypatch.setattr(routes, "sparse_ffn", lambda *args, **how: ran.append((args, how)))
     layer = Layer(64, 512, biases=(True, False), tile=64, slots=8, density=0.03)
     routes._run(layer, [1, 2, 300], CPU, torch.float32, "sources")
-    for (_, *weights, b_gate, b_up, b_down), how in ran:
-        assert [tuple(weight.shape) for weight in weights] == [(512, 64), (512, 64), (64, 512)]
-        assert (b_gate.shape, b_up.shape, b_down) == ((512,), (512,), None)
+    for (_, ffn), how in ran:
+        sizes = [(512, 64), (512, 64), (64, 512)]
+        assert [tuple(weight.values.shape) for weight in ffn.weights] == sizes
+        assert (ffn.gate.bias.shape, ffn.up.bias.shape, ffn.down.bias) == ((512,), (512,), None)
         assert how == {"tile": 64, "slots": 8, "density": 0.03, "sources": "sources"}
     assert [len(args[0]) for args, _ in ran] == [1, 2, 300]
-    x, w_gate, *_, b_gate, _, _ = ran[-1][0]
-    fired = (F.linear(x, w_gate, b_gate) > 0).float().mean()
+    x, ffn = ran[-1][0]
+    fired = (F.linear(x, ffn.gate.values, ffn.gate.bias) > 0).float().mean()
     assert fired == pytest.approx(0.03, rel=0.2)
 
 
@@ -164,7 +165,8 @@ def test_layers_that_never_or_always_fire_are_measured_too(monkeypatch, density)
     monkeypatch.setattr(routes, "sparse_ffn", lambda *args, **how: ran.append((args, how)))
     routes._run(Layer(64, 96, (False, False), 32, 8, density), [4], CPU, torch.float32, "")
     assert [how["density"] for _, how in ran] == [density]
-    assert all(torch.isfinite(tensor).all() for tensor in ran[0][0][:4])
+    x, ffn = ran[0][0]
+    assert all(tensor.isfinite().all() for tensor in (x, *(w.values for w in ffn.weights)))
 
 
 # ---- weights in FP8
@@ -187,17 +189,20 @@ def test_ways_over_fp8_are_said_and_those_over_bf16_are_not(chosen):
 @pytest.mark.parametrize("biases", [(False, False), (True, False), (True, True)])
 def test_it_measures_fp8_weights_that_fire_as_profiled(monkeypatch, biases):
     ran = []
-    monkeypatch.setattr(routes, "fp8_ffn_beside", lambda *args, **how: ran.append((args, how)))
+    monkeypatch.setattr(
+        routes, "sparse_ffn_of_engine", lambda *args, **how: ran.append((args, how))
+    )
     layer = Layer(128, 512, biases=biases, tile=64, slots=8, density=0.03)
     routes._run(layer, [1, 300], CPU, torch.bfloat16, "sources", ENGINES)
-    for (dense, x, gate, up, down, turned), how in ran:
+    for (dense, x, ffn), how in ran:
         assert dense.run() is x
-        assert [tuple(w.values.shape) for w in (gate, up, down)] == [(512, 128)] * 2 + [(128, 512)]
-        assert [w.bias is not None for w in (gate, up, down)] == [biases[0], *biases]
-        assert turned.is_contiguous()
-        assert torch.equal(turned.t().float(), down.values.float())
+        assert [tuple(w.values.shape) for w in ffn.weights] == [(512, 128)] * 2 + [(128, 512)]
+        assert [w.bias is not None for w in ffn.weights] == [biases[0], *biases]
+        assert ffn.turned.is_contiguous()
+        assert torch.equal(ffn.turned.t().float(), ffn.down.values.float())
         assert how == {"tile": 64, "slots": 8, "density": 0.03, "sources": "sources"}
-        assert fp8_ffn(x, gate, up, down).isfinite().all()
+        assert gated_ffn(x, ffn).isfinite().all()
     assert [len(args[1]) for args, _ in ran] == [1, 300]
-    fired = (ran[-1][0][1].float() @ (gate.values.float() * gate.scale).t() > 0).float().mean()
+    gate = ffn.gate.values.float() * ffn.gate.scales
+    fired = (ran[-1][0][1].float() @ gate.t() > 0).float().mean()
     assert fired == pytest.approx(0.03, rel=0.25)

@@ -7,7 +7,7 @@ and `torch._scaled_mm` multiplies, with fast accumulation:
     tensor-wise     one scale for all tokens, and one for a weight
 
 torch.compile fuses the rounding with what stands around it. Row-wise FP8 of a model is what `export
---quantize fp8` writes (twell_fp8.py).
+--quantize fp8` writes (twell_e4m3.py).
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from twellctl.bench.results import ROW_WISE, TENSOR_WISE
-from twellctl.bundle.twell_fp8 import Fp8Weight, round_rows, round_weight, why_no_products
+from twellctl.bundle.twell_e4m3 import round_rows, round_weight, why_no_products
+from twellctl.bundle.twell_weights import Weight
 from twellctl.models.loading import shared_copy
 
 Rounded = tuple[Tensor, Tensor]  # e4m3 `[M, K]`; float32 `[M, 1]`, or `[1, 1]`: one for all rows
@@ -51,13 +52,13 @@ def why_no_dense_fp8(
     return next((said for said in reasons if said), None)
 
 
-def fast_product(values: Tensor, scale: Tensor, weight: Fp8Weight) -> Tensor:
+def fast_product(values: Tensor, scale: Tensor, weight: Weight) -> Tensor:
     """torch's own, whose sums are not exact."""
     return torch._scaled_mm(
         values,
         weight.values.t(),
         scale_a=scale,
-        scale_b=weight.scale.t(),
+        scale_b=weight.scales.t(),
         bias=weight.bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
@@ -77,7 +78,7 @@ class RoundedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., K]` to `[..., N]`."""
         rows = self._scheme.of_inputs(x.reshape(-1, x.shape[-1]))
-        y = fast_product(*rows, Fp8Weight(self._values, self._scale, self._bias))
+        y = fast_product(*rows, Weight("e4m3", self._values, self._scale, self._bias))
         return y.view(*x.shape[:-1], -1)
 
 

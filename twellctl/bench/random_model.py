@@ -214,7 +214,8 @@ def _set_gates(model: PreTrainedModel, ids: Tensor, density: float) -> None:
     """Let each neuron fire for `density` of the tokens `ids` `[B, S]`, the first layer first."""
 
     def set_gate(ffn: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x, (weight, bias, _) = inputs[0].flatten(0, -2), weights_of_gate_and_up(ffn)[0]
+        x, of_gate = inputs[0].flatten(0, -2), weights_of_gate_and_up(ffn)[0]
+        weight, bias = of_gate.values, of_gate.bias
         columns = weight[:, : _num_kept(x.shape[1])]
         if density >= 1:
             columns.fill_(FULL / columns.shape[1])

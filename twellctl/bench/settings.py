@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from twellctl.bundle.twell_config import QUANTIZE
 from twellctl.decoding.engine import GATES, SCREENED
 from twellctl.errors import UsageError
+from twellctl.models.schemes import SCHEMES
 from twellctl.settings import flag_name, refuse_wrong, setting
 
 MOST_ROWS = 64  # of a step: what the kernels for few tokens take
@@ -42,7 +42,7 @@ class AnyModel:
     quantize: str | None = setting(
         None,
         "Round the weights as 'export --quantize' does, and run TwELL on them.",
-        choices=QUANTIZE,
+        choices=tuple(SCHEMES),
     )
     dense_fp8: bool = setting(True, "Also time dense FP8, if the GPU supports it.")
     seed: int = setting(0, "Random seed.")

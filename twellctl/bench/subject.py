@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from twellctl.bench.device import free_memory
 from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.settings import AnyModel
-from twellctl.bundle.twell_fp8_linear import Fp8Linear
+from twellctl.bundle.twell_rounded_linear import RoundedLinear
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer, shared_copy
@@ -127,7 +127,7 @@ def in_precisions(model: PreTrainedModel, quantize: str | None) -> Precisions:
 
 def is_in_fp8(model: nn.Module) -> bool:
     """Whether it has FP8 layers."""
-    return any(isinstance(module, Fp8Linear) for module in model.modules())
+    return any(isinstance(module, RoundedLinear) for module in model.modules())
 
 
 def _described(name: str, models: Precisions) -> dict[str, Any]:

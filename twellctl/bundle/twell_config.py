@@ -10,7 +10,7 @@ the activation of the model that this one was made from, `source` its id on the 
 `map_neurons` is of a fitted model: so many of the last neurons of every FFN always fire, for they
 share one gate row; together they are a linear map of what the FFN reads. They are not part of any
 density.
-`rounded_from` names the model whose weights an FP8 export has (the end of this file).
+`rounded_from` names the model whose weights an export rounded (the end of this file).
 
 The last three are of a ReLU model in *SiLU form*, which every export has: `hidden_act` is silu, and
 of a neuron of sharpness k the gate row is times k, the up row is times share / k, and W_down is
@@ -20,6 +20,7 @@ layer's sharpness may be a list, one a neuron: neurons of sharpness 1 are SiLU a
 family whose activation was another, like GELU, `hidden_act` is that one: as sharp it is ReLU, too.
 """
 
+import copy
 from collections.abc import Mapping
 
 FORMAT_VERSION = 1
@@ -110,41 +111,50 @@ def _check_silu_form(twell: dict, num_layers: int) -> None:
                 raise ValueError(f'"twell" must hold {key} that are powers of two, got {k!r}')
 
 
-# ---- FP8 exports
+# ---- exports whose weights are rounded
 #
-# The format is `float-quantized` of compressed-tensors, which transformers (with that package) and
-# vLLM read as a dense FP8 model. Each linear layer but those of `ignore` stores a weight in e4m3
-# [N, K] and a weight_scale, float32 [N, 1]: the layer's weight is weight * weight_scale. It rounds
-# its input to e4m3 as it comes, with a scale for each token.
+# The formats are those of compressed-tensors, which transformers (with that package) and vLLM read.
+# Each linear layer but those of `ignore` stores values and a `weight_scale`; kinds are named as in
+# twell_spec.KINDS.
+#
+# e4m3 is `float-quantized`: a weight in e4m3 [N, K] and a weight_scale, float32 [N, 1]; the layer's
+# weight is weight * weight_scale. It rounds its input to e4m3 as it comes, with a scale for each
+# token.
 
-QUANTIZE = ("fp8",)  # what export --quantize takes
 WEIGHT_SCALE = ".weight_scale"  # behind the name of a layer
 _METHOD = "compressed-tensors"
 _E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
-
-
-def quantization_config(ignore: list[str]) -> dict:
-    """The block "quantization_config"; `ignore` names the linear layers that stay as they are."""
-    scheme = {
-        "targets": ["Linear"],
-        "weights": _E4M3 | {"strategy": "channel", "dynamic": False},
-        "input_activations": _E4M3 | {"strategy": "token", "dynamic": True},
-    }
-    return {
-        "quant_method": _METHOD,
+_FORMATS = {
+    "e4m3": {
         "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme},
-        "ignore": ignore,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": _E4M3 | {"strategy": "channel", "dynamic": False},
+                "input_activations": _E4M3 | {"strategy": "token", "dynamic": True},
+            }
+        },
     }
+}
 
 
-def is_fp8(config: dict) -> bool:
-    """Whether `config`, of a config.json, is of an FP8 export."""
+def quantization_config(kind: str, ignore: list[str]) -> dict:
+    """The block "quantization_config" of an export whose linear layers are rounded to `kind`.
+
+    `ignore` names those that are not.
+    """
+    common = {"quant_method": _METHOD, "quantization_status": "compressed", "ignore": ignore}
+    return common | copy.deepcopy(_FORMATS[kind])
+
+
+def rounded_kind(config: Mapping) -> str | None:
+    """To which kind the linear layers of an export are rounded, by its config.json; None: to none.
+
+    None, too, for what is no export of ours.
+    """
     found = config.get("quantization_config")
-    return (
-        isinstance(found, dict)
-        and "twell" in config
-        and isinstance(found.get("ignore"), list)
-        and found == quantization_config(found["ignore"])
-    )
+    if not isinstance(found, dict) or "twell" not in config:
+        return None
+    if not isinstance(ignore := found.get("ignore"), list):
+        return None
+    return next((k for k in _FORMATS if found == quantization_config(k, ignore)), None)

@@ -22,7 +22,7 @@ from . import twell_spec as spec
 from .twell_few_walk import LINEAR_TOKENS, few_walk_entries, launch_few_walk
 from .twell_launch import KernelSet
 from .twell_plan import Limits, ceil_div
-from .twell_weights import FFN, Onto, kind_of
+from .twell_weights import FFN, Onto, Weight
 
 FEW_TOKENS = 64
 _BLOCK = 32 * spec.FEW_WARPS
@@ -162,8 +162,8 @@ def few_union(
 ) -> Tensor:
     """`[M, K]` to `[M, K]`, M from 1 to FEW_TOKENS, bf16, contiguous: over all that fires."""
     overlap = onto.get("overlap", False)
-    M, N, K, kind = x.shape[0], ffn.N, ffn.K, kind_of(ffn.w_gate)
-    plan = plan_few(M, N, K, limits, kind)
+    M, N, K = x.shape[0], ffn.N, ffn.K
+    plan = plan_few(M, N, K, limits, ffn.kind)
     blocks = ceil_div(N, spec.FEW_ROWS)
     hidden = x.new_empty(N, 8 * plan.octets)
     fired = torch.empty(ceil_div(blocks, 2) * 2, dtype=torch.int16, device=x.device)
@@ -172,8 +172,20 @@ def few_union(
         (min(blocks, limits.num_sms),),
         _BLOCK,
         (
-            *(x, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, M, N, K),
-            *(hidden, fired, onto.get("counts"), ffn.s_gate, ffn.s_up),
+            x,
+            ffn.gate.values,
+            ffn.up.values,
+            ffn.by_neurons,
+            ffn.gate.bias,
+            ffn.up.bias,
+            M,
+            N,
+            K,
+            hidden,
+            fired,
+            onto.get("counts"),
+            ffn.gate.scales,
+            ffn.up.scales,
         ),
         plan.hidden.smem_bytes,
         overlap=overlap,
@@ -181,9 +193,20 @@ def few_union(
     y = torch.empty_like(x)
     kernels.launch(
         plan.down.name,
-        (K // spec.few_down_entries(limits.capability, kind)[plan.down.name].own_columns,),
+        (K // spec.few_down_entries(limits.capability, ffn.kind)[plan.down.name].own_columns,),
         _BLOCK,
-        (ffn.w_down, hidden, fired, ffn.b_down, onto.get("residual"), M, N, K, y, ffn.s_down),
+        (
+            ffn.by_neurons,
+            hidden,
+            fired,
+            ffn.down.bias,
+            onto.get("residual"),
+            M,
+            N,
+            K,
+            y,
+            ffn.down.scales,
+        ),
         plan.down.smem_bytes,
         overlap=overlap,
     )
@@ -195,13 +218,13 @@ def few_pairs(
 ) -> Tensor:
     """The same for what `takes_few_walk`: each token over what fires for it.
 
-    Over e4m3 weights torch has no product of inputs that are not rounded.
+    Torch has no product of a rounded weight and inputs that are not rounded.
     """
-    if by_linear := x.shape[0] <= LINEAR_TOKENS or ffn.s_gate is not None:
-        how = {"scale": ffn.s_gate, "overlap": onto.get("overlap", False)}
-        gate = few_linear(kernels, limits, x, ffn.w_gate, ffn.b_gate, **how)
+    if by_linear := x.shape[0] <= LINEAR_TOKENS or ffn.gate.is_rounded:
+        overlap = onto.get("overlap", False)
+        gate = few_linear(kernels, limits, x, ffn.gate, overlap=overlap)
     else:
-        gate = F.linear(x, ffn.w_gate, ffn.b_gate)
+        gate = F.linear(x, ffn.gate.values, ffn.gate.bias)
     onto["overlap"] = by_linear
     return launch_few_walk(kernels, limits, x, gate, ffn, **onto)
 
@@ -210,30 +233,39 @@ def few_linear(
     kernels: KernelSet,
     limits: Limits,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    weight: Weight,
     *,
-    scale: Tensor | None = None,
     residual: Tensor | None = None,
     wide: bool = False,
     ahead: bool = False,
     overlap: bool = False,
 ) -> Tensor:
-    """`x W^T + b (+ residual)`: `[M, K]` and `[N, K]` to `[M, N]`, M from 1 to FEW_TOKENS, bf16.
+    """`x W^T + b (+ residual)`: `[M, K]` to `[M, N]`, M from 1 to FEW_TOKENS, bf16.
 
-    An e4m3 weight has its `scale`, float32 `[N]`, and rows of a multiple of 128.
+    K is a multiple of what the kind of `weight` asks for (twell_spec.KINDS).
     `wide`: the result is float32, not rounded, and there is no `residual`. `ahead`: it overlaps
     short kernels that leave shared memory for more of its weights. The result is the same.
     """
-    M, (N, K) = x.shape[0], weight.shape
-    plan = plan_few(M, N, K, limits, kind_of(weight))
+    M, N, K = x.shape[0], weight.N, weight.K
+    plan = plan_few(M, N, K, limits, weight.kind)
     y = x.new_empty(M, N, dtype=torch.float32 if wide else x.dtype)
     launch = plan.ahead if ahead else plan.linear
     kernels.launch(
         launch.name,
         (min(ceil_div(N, spec.FEW_ROWS), limits.num_sms),),
         _BLOCK,
-        (x, weight, bias, residual, M, N, K, *((None, y) if wide else (y, None)), scale),
+        (
+            x,
+            weight.values,
+            weight.bias,
+            residual,
+            M,
+            N,
+            K,
+            None if wide else y,
+            y if wide else None,
+            weight.scales,
+        ),
         launch.smem_bytes,
         overlap=overlap,
     )
@@ -251,15 +283,25 @@ def few_gated(
 ) -> Tensor:
     """The dense hidden state, `[M, K]` to `[M, N]`; `counts` and `overlap` as in `Onto`."""
     M, N, K = x.shape[0], ffn.N, ffn.K
-    plan = plan_few(M, N, K, limits, kind_of(ffn.w_gate))
+    plan = plan_few(M, N, K, limits, ffn.kind)
     hidden = x.new_empty(M, N)
     kernels.launch(
         plan.gated.name,
         (min(ceil_div(N, spec.FEW_ROWS), limits.num_sms),),
         _BLOCK,
         (
-            *(x, ffn.w_gate, ffn.w_up, ffn.b_gate, ffn.b_up, M, N, K, hidden, counts),
-            *(ffn.s_gate, ffn.s_up),
+            x,
+            ffn.gate.values,
+            ffn.up.values,
+            ffn.gate.bias,
+            ffn.up.bias,
+            M,
+            N,
+            K,
+            hidden,
+            counts,
+            ffn.gate.scales,
+            ffn.up.scales,
         ),
         plan.gated.smem_bytes,
         overlap=overlap,

@@ -3,8 +3,8 @@
     the gate product (few_linear; in bf16 beyond 32 tokens torch's) -> few_walk
 
 Its time goes by pairs (token, neuron that fired), where that of few_hidden and few_down goes by the
-union of what fires; any density is exact, few_walk has no limits to run into. Weights are bf16, or
-e4m3 with a scale a row; inputs are bf16. What it does stands in kernels/ffn/few_walk.cuh.
+union of what fires; any density is exact, few_walk has no limits to run into. Weights are of
+any kind; inputs are bf16. What it does stands in kernels/ffn/few_walk.cuh.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torch import Tensor
 from . import twell_spec as spec
 from .twell_launch import KernelSet
 from .twell_plan import Limits, ceil_div, round_up
-from .twell_weights import FFN, Onto, kind_of
+from .twell_weights import FFN, Onto
 
 WALK_TOKENS = range(4, 65)
 # bytes of up and down that a token may take, by tokens, up to so many; the walk is still up to 12 %
@@ -123,17 +123,31 @@ def launch_few_walk(
     With `overlap` it starts before the gate product in front of it ends. That must be few_linear's
     then, which lets nothing start before all that came before itself has been written.
     """
-    M, N, K, kind = x.shape[0], ffn.N, ffn.K, kind_of(ffn.w_up)
-    plan = plan_few_walk(M, N, K, limits, kernels.clusters_at_once, kind)
+    M, N, K = x.shape[0], ffn.N, ffn.K
+    plan = plan_few_walk(M, N, K, limits, kernels.clusters_at_once, ffn.kind)
     y = torch.empty_like(x)
     kernels.launch(
         plan.name,
         (M * plan.size,),
         plan.threads,
         (
-            *(x, ffn.w_up, ffn.w_down, ffn.b_up, ffn.b_down, gate, onto.get("residual")),
-            *(plan.columns, N, K, plan.cap, plan.ways, plan.warps),
-            *(onto.get("counts"), y, ffn.s_up, ffn.s_down),
+            x,
+            ffn.up.values,
+            ffn.by_neurons,
+            ffn.up.bias,
+            ffn.down.bias,
+            gate,
+            onto.get("residual"),
+            plan.columns,
+            N,
+            K,
+            plan.cap,
+            plan.ways,
+            plan.warps,
+            onto.get("counts"),
+            y,
+            ffn.up.scales,
+            ffn.down.scales,
         ),
         plan.smem_bytes,
         overlap=onto.get("overlap", False),

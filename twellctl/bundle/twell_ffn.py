@@ -12,7 +12,6 @@ Copies that are equal share the state of the first one; others have operators of
 import hashlib
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,21 @@ from torch import Tensor
 
 from .twell_cache import reasons_said, say_once
 from .twell_config import SLOTS, TILE
+from .twell_dense import gated_ffn
 from .twell_few import FEW_TOKENS
-from .twell_fp8 import Fp8Weight, fp8_ffn
 from .twell_launch import register_sources
 from .twell_reasons import (
     check_numbers,
     most_trained_tokens,
     route_of_training,
-    why_no_e4m3_kernels,
     why_no_kernels,
     why_not_ffn,
     why_not_trained,
 )
 from .twell_route import known_choices, requested
 from .twell_train import define_operators, define_training, plain_train_ffn
-from .twell_ways import Way, aligned, dense_products, run_by_route
-from .twell_weights import FFN
+from .twell_ways import Way, aligned, run_by_route
+from .twell_weights import FFN, Weight, plain_weight
 
 # unless a route says so, gradients go over the kernels from so much work on (tokens x N x K: with a
 # quarter of it the host was the slower one in a small model, LAB.md), below this density
@@ -45,12 +43,7 @@ TRAINED_FROM, TRAINED_BELOW = 10**11, 0.015
 
 def sparse_ffn(
     x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
+    ffn: FFN,
     *,
     slots: int = SLOTS,
     tile: int = TILE,
@@ -60,81 +53,63 @@ def sparse_ffn(
 ) -> Tensor:
     """`down(relu(gate(x)) * up(x))`, `[..., K]` to `[..., K]`.
 
-    `w_gate`, `w_up` are `[N, K]`, `w_down` `[K, N]`, biases `[N]`, `[N]`, `[K]`. Under autocast it
-    computes in the autocast dtype.
+    Under autocast it computes in the autocast dtype, if the weights are not rounded.
 
     `sources` is what `register_sources` returned for the kernels; "" means none. `route`: "twell"
     (the fastest of this GPU's ways over what fires), "dense" (torch's products), or "auto": the
     fastest of all ways (twell_ways.py), unless TWELL_ROUTE says which.
-    `density`: the share of neurons that fire, if a profile tells it.
+    `density`: the share of neurons that fire, if a profile measured it.
 
-    The kernels read `w_down` by rows of neurons. So it lies with strides (1, K), as after
-    `w_down.t().contiguous().t()`; of any other layout each call makes a copy, which costs time.
+    The kernels read W_down by rows of neurons. So its values lie with strides (1, K), as after
+    `w_down.t().contiguous().t()`, or `ffn.turned` has them so; else each call makes a copy, which
+    costs time.
+
+    Over rounded weights `gated_ffn` (twell_dense.py) rounds x and h, too; ways over what fires do
+    not, so results differ a little between ways. Beyond FEW_TOKENS tokens there is `gated_ffn`
+    alone for them, which torch.compile sees into. Rounded weights have no gradients.
     """
-    tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        most = max(slots, min(SLOTS, tile))  # a row without room takes ten times as long there
-        numbers = {"slots": most, "tile": tile, "density": density}
-        return _trained(tensors, None, **numbers, sources=sources, route=route, counted=False)[0]
-    if (dtype := _autocast_dtype(x)) is not None:
-        tensors = tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+    if ffn.gate.is_rounded:
+        if not (sources and x.is_cuda) or x.numel() > FEW_TOKENS * x.shape[-1]:
+            return gated_ffn(x, ffn)
+    else:
+        tensors = (x, *(weight.values for weight in ffn.weights))
+        tensors = (*tensors, *(weight.bias for weight in ffn.weights))
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            most = max(slots, min(SLOTS, tile))  # a row without room takes ten times as long there
+            numbers = {"slots": most, "tile": tile, "density": density}
+            how = {"sources": sources, "route": route, "counted": False}
+            return _trained(tensors, None, **numbers, **how)[0]
+        if (dtype := _autocast_dtype(x)) is not None:
+            x, ffn = x.to(dtype), _in_dtype(ffn, dtype)
     known = -1.0 if density is None else density
-    return _gated_ffn_op(*tensors, tile, slots, known, sources, route)
+    return _gated_ffn_op(x, *_as_lists(ffn), tile, slots, known, sources, route)
 
 
-def sparse_fp8_ffn(
-    x: Tensor,
-    gate: Fp8Weight,
-    up: Fp8Weight,
-    down: Fp8Weight,
-    turned: Tensor | None = None,
-    *,
-    slots: int = SLOTS,
-    tile: int = TILE,
-    sources: str = "",
-    route: str = "auto",
-    density: float | None = None,
+def sparse_ffn_of_engine(
+    dense: Way, x: Tensor, ffn: FFN, *, slots: int, tile: int, sources: str, density: float
 ) -> Tensor:
-    """The same of weights in e4m3: `fp8_ffn`, or a way over what fires, where that is faster.
+    """`sparse_ffn` on a GPU where `dense` stands in for the way of that name.
 
-    `fp8_ffn` rounds x and h to e4m3, ways over what fires do not. So results differ a little
-    between ways. Beyond FEW_TOKENS tokens there is `fp8_ffn` alone, which torch.compile sees into.
-
-    `turned`: the values of `down` by rows of neurons, `[N, K]`; without it each call of the kernels
-    makes a copy. No gradients.
+    For engines with dense products of their own. It is no operator: call it inside of one.
     """
-    if not (sources and x.is_cuda) or x.numel() > FEW_TOKENS * x.shape[-1]:
-        return fp8_ffn(x, gate, up, down)
-    known = -1.0 if density is None else density
-    tensors = x, *_parts(gate, up, down), turned
-    return _fp8_ffn_op(*tensors, tile, slots, known, sources, route)
+    return _run(x, ffn, tile, slots, density, sources, "auto", dense)
 
 
-def _parts(*weights: Fp8Weight) -> tuple[Tensor | None, ...]:
-    """Values, biases and scales `[N]`, as the operator takes them."""
-    values, biases = [w.values for w in weights], [w.bias for w in weights]
-    return (*values, *biases, *(w.scale.reshape(-1) for w in weights))
+def _in_dtype(ffn: FFN, dtype: torch.dtype) -> FFN:
+    """The same weights, which are not rounded, in another dtype."""
+
+    def cast(weight: Weight) -> Weight:
+        bias = None if weight.bias is None else weight.bias.to(dtype)
+        return plain_weight(weight.values.to(dtype), bias)
+
+    return FFN(*map(cast, ffn.weights))
 
 
-def fp8_ffn_beside(
-    dense: Way,
-    x: Tensor,
-    gate: Fp8Weight,
-    up: Fp8Weight,
-    down: Fp8Weight,
-    turned: Tensor,
-    *,
-    slots: int,
-    tile: int,
-    sources: str,
-    density: float,
-) -> Tensor:
-    """`sparse_fp8_ffn` on a GPU where `dense` stands in for the way of that name.
-
-    For engines with dense FP8 products of their own. It is no operator: call it inside of one.
-    """
-    numbers = tile, slots, density, sources, "auto"
-    return _fp8_ffn(x, *_parts(gate, up, down), turned, *numbers, dense=dense)
+def _as_lists(ffn: FFN) -> tuple[Any, ...]:
+    """An FFN as the operator takes it: kind, values, scales, biases, turned."""
+    values = [weight.values for weight in ffn.weights]
+    scales = [weight.scales for weight in ffn.weights]
+    return ffn.kind, values, scales, [weight.bias for weight in ffn.weights], ffn.turned
 
 
 def train_ffn(
@@ -246,56 +221,66 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def _gated_ffn(x: Tensor, *given: Any) -> Tensor:
+def _gated_ffn(
+    x: Tensor,
+    kind: str,
+    values: list[Tensor],
+    scales: list[Tensor | None],
+    biases: list[Tensor | None],
+    turned: Tensor | None,
+    tile: int,
+    slots: int,
+    density: float,
+    sources: str,
+    route: str,
+) -> Tensor:
     """The operator `gated_ffn`, of what _FFN_SCHEMA names."""
-    w_gate, w_up, w_down, *biases, tile, slots, density, sources, route = given
-    check_numbers(slots, tile)
-    rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], w_down.shape[0])
-    if not rows.numel():
-        return x.new_empty(shape)
-    ffn = FFN(w_gate, w_up, w_down.t(), *biases)
-    route = requested(route) if sources and x.is_cuda else "dense"
-    if route == "dense":
-        return dense_products(rows, ffn).view(shape)
-    index = rows.device.index
-    if said := why_not_ffn(rows, ffn, tile) or why_no_kernels(sources, index):
-        say_once(said)
-        return dense_products(rows, ffn).view(shape)
-    return run_by_route(aligned(rows), ffn, slots, density, sources, route).view(shape)
+    parts = zip(values, scales, biases, strict=True)
+    gate, up, down = (Weight(kind, *of_one) for of_one in parts)
+    route = route if sources and x.is_cuda else "dense"
+    return _run(x, FFN(gate, up, down, turned), tile, slots, density, sources, route)
 
 
-def _fp8_ffn(x: Tensor, *given: Any, dense: Way | None = None) -> Tensor:
-    """The operator `fp8_ffn`, of what _FP8_SCHEMA names; `dense` stands in for torch's products."""
-    w_gate, w_up, w_down, *rest, turned, tile, slots, density, sources, route = given
+def _run(
+    x: Tensor,
+    ffn: FFN,
+    tile: int,
+    slots: int,
+    density: float,
+    sources: str,
+    route: str,
+    dense: Way | None = None,
+) -> Tensor:
+    """`[..., K]` to `[..., K]` by the way that `route` means here; `density` below 0: not known.
+
+    `dense` stands in for torch's products.
+    """
     check_numbers(slots, tile)
-    ffn = FFN(w_gate, w_up, w_down.t(), *rest)
-    rows, route = x.reshape(-1, x.shape[-1]), requested(route)
-    if rows.numel() and route != "dense":
-        read = ffn if turned is None else replace(ffn, w_down=turned)
-        said = why_not_ffn(rows, read, tile) or why_no_e4m3_kernels(sources, x.device.index)
-        if said is None:
-            y = run_by_route(aligned(rows), ffn, slots, density, sources, route, turned, dense)
-            return y.view(x.shape)
+    rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], ffn.K)
+    route = requested(route) if rows.numel() else "dense"
+    if route != "dense":
+        said = why_not_ffn(rows, ffn, tile)
+        said = said or why_no_kernels(sources, rows.device.index, ffn.kind)
+        if not said:
+            y = run_by_route(aligned(rows), ffn, slots, density, sources, route, dense)
+            return y.view(shape)
         say_once(said)
-    y = dense_products(rows, ffn) if dense is None else dense.run(None, None, rows, ffn, slots)
-    return y.view(x.shape)
+    if dense is not None and rows.numel():
+        return dense.run(None, None, rows, ffn, slots).view(shape)
+    return gated_ffn(rows, ffn).view(shape)
 
 
 # ---- operators ----
 
 
-_WEIGHTS = (
-    "Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
-    "Tensor? b_down"
+_FFN_SCHEMA = (
+    "(Tensor x, str kind, Tensor[] values, Tensor?[] scales, Tensor?[] biases, Tensor? turned, "
+    "int tile, int slots, float density, str sources, str route) -> Tensor"
 )
-_NUMBERS = "int tile, int slots, float density, str sources, str route"
-_FFN_SCHEMA = f"({_WEIGHTS}, {_NUMBERS}) -> Tensor"
-_SCALES = "Tensor s_gate, Tensor s_up, Tensor s_down, Tensor? turned"
-_FP8_SCHEMA = f"({_WEIGHTS}, {_SCALES}, {_NUMBERS}) -> Tensor"
 
 
-def _fake_ffn(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, *rest) -> Tensor:
-    return x.new_empty(*x.shape[:-1], w_down.shape[0])
+def _fake_ffn(x: Tensor, kind: str, values: list[Tensor], *rest) -> Tensor:
+    return x.new_empty(*x.shape[:-1], values[-1].shape[0])
 
 
 def _own_digest() -> str:
@@ -304,14 +289,9 @@ def _own_digest() -> str:
 
 
 def _define(digest: str) -> torch.library.Library:
-    """The operators `twell::gated_ffn_<digest>` and `fp8_ffn_`, and training's."""
+    """The operator `twell::gated_ffn_<digest>`, and training's."""
     library = torch.library.Library("twell", "FRAGMENT")
-    define_operators(
-        library,
-        digest,
-        ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_ffn),
-        ("fp8_ffn", _FP8_SCHEMA, _fp8_ffn, _fake_ffn),
-    )
+    define_operators(library, digest, ("gated_ffn", _FFN_SCHEMA, _gated_ffn, _fake_ffn))
     define_training(library, digest)
     return library
 
@@ -321,11 +301,10 @@ _owner = sys.modules.setdefault(f"twell_ffn_{_DIGEST}", sys.modules[__name__])
 if _owner is sys.modules[__name__]:
     _library = _define(_DIGEST)  # the operators live as long as this does
     _gated_ffn_op = getattr(torch.ops.twell, f"gated_ffn_{_DIGEST}").default
-    _fp8_ffn_op = getattr(torch.ops.twell, f"fp8_ffn_{_DIGEST}").default
     _train_ffn_op = getattr(torch.ops.twell, f"train_ffn_{_DIGEST}").default
 else:
     register_sources, sparse_ffn = _owner.register_sources, _owner.sparse_ffn
-    sparse_fp8_ffn, fp8_ffn_beside = _owner.sparse_fp8_ffn, _owner.fp8_ffn_beside
+    sparse_ffn_of_engine = _owner.sparse_ffn_of_engine
     train_ffn, takes_training = _owner.train_ffn, _owner.takes_training
     reasons_said, known_choices = _owner.reasons_said, _owner.known_choices
     why_no_kernels = _owner.why_no_kernels

@@ -35,12 +35,12 @@ def heavy_products(
     x_rows, hidden = x.new_empty((window, K)), y.new_empty((window, N))
     maps_of_hidden = (
         tensor_map(x_rows, spec.INPUT_BOX_ROWS),
-        tensor_map(ffn.w_gate, spec.WEIGHT_BOX_ROWS),
-        tensor_map(ffn.w_up, spec.WEIGHT_BOX_ROWS),
+        tensor_map(ffn.gate.values, spec.WEIGHT_BOX_ROWS),
+        tensor_map(ffn.up.values, spec.WEIGHT_BOX_ROWS),
     )
     maps_of_down = (
         tensor_map(hidden, spec.INPUT_BOX_ROWS),
-        tensor_map(ffn.w_down, spec.PRODUCT_INNER),
+        tensor_map(ffn.by_neurons, spec.PRODUCT_INNER),
     )
     for start in range(0, M, window):
         kernels.launch(
@@ -53,13 +53,13 @@ def heavy_products(
             "heavy_hidden",
             (product_grid(window, 2 * N, limits.num_sms),),
             spec.PRODUCT_BLOCK,
-            (*maps_of_hidden, ffn.b_gate, ffn.b_up, heavy_count, start, window, N, K, hidden),
+            (*maps_of_hidden, ffn.gate.bias, ffn.up.bias, heavy_count, start, window, N, K, hidden),
             HEAVY_SMEM,
         )
         kernels.launch(
             "heavy_down",
             (product_grid(window, K, limits.num_sms),),
             spec.PRODUCT_BLOCK,
-            (*maps_of_down, ffn.b_down, heavy_rows, heavy_count, start, window, N, K, y),
+            (*maps_of_down, ffn.down.bias, heavy_rows, heavy_count, start, window, N, K, y),
             HEAVY_SMEM,
         )

@@ -153,8 +153,8 @@ TENSOR_MAP = np.dtype([("opaque", np.uint64, (16,))])
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _UNASKED_SHARED = 48 * 1024  # what a block has without permission, static and dynamic together
 _SWIZZLE_128B, _L2_256B = 3, 3  # of cuTensorMapEncodeTiled
-_MAP_TYPES = {torch.bfloat16: 9, torch.float8_e4m3fn: 0}  # and this as bytes
-_BOX_BYTES = 128  # of a row
+_MAP_BFLOAT16 = 9
+_BOX_BYTES, _BF16_BYTES = 128, 2  # of a row; of an element
 
 
 class LoadError(KernelError):
@@ -314,16 +314,15 @@ def _cupy() -> tuple[type, ModuleType]:
 
 
 def tensor_map(tensor: Tensor, box_rows: int) -> np.void:
-    """The TMA descriptor of `tensor` `[rows, columns]`, bf16 or e4m3, swizzled over 128 bytes.
+    """The TMA descriptor of `tensor` `[rows, columns]`, bf16, swizzled over 128 bytes.
 
     A load brings a box of `box_rows` (at most 256) times 128 bytes of each; outside of the tensor
     it reads zeros. Rows must begin at multiples of 16 bytes. Pass it by value, as a
     `const __grid_constant__` struct of 128 bytes aligned to 64.
     """
-    if tensor.dtype not in _MAP_TYPES or tensor.dim() != 2 or tensor.stride(1) != 1:
-        raise ValueError("a tensor map takes bf16 or e4m3 [rows, columns] with contiguous rows")
-    element = _MAP_TYPES[tensor.dtype], tensor.element_size()
-    return _encode(tensor.data_ptr(), *tensor.shape, tensor.stride(0), box_rows, *element)
+    if tensor.dtype != torch.bfloat16 or tensor.dim() != 2 or tensor.stride(1) != 1:
+        raise ValueError("a tensor map takes bf16 [rows, columns] with contiguous rows")
+    return _encode(tensor.data_ptr(), *tensor.shape, tensor.stride(0), box_rows)
 
 
 @functools.lru_cache(maxsize=4096)  # a pure function: the descriptor holds just these numbers
@@ -333,19 +332,17 @@ def _encode(
     columns: int,
     row_stride: int,
     box_rows: int,
-    element: int,
-    element_bytes: int,
 ) -> np.void:
     raw = np.zeros(256, np.uint8)
     start = -raw.ctypes.data % 128
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(raw.ctypes.data + start),
-        element,
+        _MAP_BFLOAT16,
         2,
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(row_stride * element_bytes),
-        (ctypes.c_uint32 * 2)(_BOX_BYTES // element_bytes, box_rows),
+        (ctypes.c_uint64 * 1)(row_stride * _BF16_BYTES),
+        (ctypes.c_uint32 * 2)(_BOX_BYTES // _BF16_BYTES, box_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         0,
         _SWIZZLE_128B,
@@ -354,7 +351,7 @@ def _encode(
     )
     if status:
         raise KernelError(
-            f"cuTensorMapEncodeTiled answers {status} for [{rows}, {columns}] of {element_bytes} "
-            f"bytes with rows of {row_stride} at {pointer:#x}, boxes of {box_rows} rows"
+            f"cuTensorMapEncodeTiled answers {status} for [{rows}, {columns}] "
+            f"with rows of {row_stride} at {pointer:#x}, boxes of {box_rows} rows"
         )
     return raw[start : start + 128].view(TENSOR_MAP)[0]

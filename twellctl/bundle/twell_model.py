@@ -28,13 +28,14 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from .twell_bundle import MANIFEST, make_bundle, read_bundle, write_bundle
 from .twell_cache import say_once
-from .twell_config import check_twell, is_fp8, is_silu_form, stays_silu
-from .twell_ffn import register_sources, sparse_ffn, sparse_fp8_ffn, train_ffn
-from .twell_fp8_linear import Fp8Linear, refuse_gradients, with_own_layers
+from .twell_config import check_twell, is_silu_form, rounded_kind, stays_silu
+from .twell_ffn import register_sources, sparse_ffn, train_ffn
 from .twell_launch import device_limits
+from .twell_rounded_linear import RoundedLinear, refuse_gradients, weight_of, with_own_layers
 from .twell_route import check_route, requested
+from .twell_spec import KINDS
 from .twell_train import FfnMeter
-from .twell_weights import E4M3_STEP
+from .twell_weights import FFN, Weight
 
 _PREFIX, _SUFFIXES = "Twell", ("ForCausalLM", "Model")
 _KERNELS = "twell_kernels/"
@@ -57,13 +58,17 @@ def gate_and_up(ffn: nn.Module) -> tuple[nn.Module, ...]:
     return (ffn.gate_up_proj,) if fused else (ffn.gate_proj, ffn.up_proj)
 
 
-def weights_of_gate_and_up(ffn: nn.Module) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
-    """(weight `[N, K]`, bias, scale in FP8) of the gate, then of up: views where both are one."""
-    parts = [(p.weight, p.bias, getattr(p, "weight_scale", None)) for p in gate_and_up(ffn)]
-    if len(parts) == 1:
-        halves = [(None, None) if part is None else part.chunk(2) for part in parts[0]]
-        parts = list(zip(*halves, strict=True))
-    return parts
+def weights_of_gate_and_up(ffn: nn.Module) -> list[Weight]:
+    """The weights of the gate and of up, `[N, K]`: views where both are one."""
+    weights = [weight_of(projection) for projection in gate_and_up(ffn)]
+    return weights if len(weights) > 1 else weights[0].chunk(2)
+
+
+def weights_of(ffn: nn.Module) -> FFN:
+    """The weights of a gated FFN module, where they lie."""
+    down = ffn.down_proj
+    gate_up = weights_of_gate_and_up(ffn)
+    return FFN(*gate_up, weight_of(down), getattr(down, "turned", None))
 
 
 def activation_name(ffn: nn.Module) -> str:
@@ -115,38 +120,38 @@ class TwellFFN:
         return _new_over_twell, (stock,), *state
 
     def forward(self, x: Tensor) -> Tensor:
-        projections, activation = gate_and_up(self), activation_of(self)
-        linears = (*projections, self.down_proj)
-        meter = self.twell_meter
-        in_fp8 = all(is_plain(m, Fp8Linear) for m in linears)
-        if in_fp8 and is_plain(activation, nn.ReLU):
-            return self._in_fp8(x, projections)
-        if not (all(is_plain(m, nn.Linear) for m in linears) and is_plain(activation, nn.ReLU)):
-            # an adapter, a hook or a quantised layer: reading `.weight` would pass it by
-            if self.twell_sources and x.is_cuda and not torch.compiler.is_compiling():
-                say_once("an FFN has layers that are not plain ones (adapters, hooks)")
-            if meter is None:
-                return super().forward(x)
-            made = [projection(x) for projection in projections]
-            gate, up = made if len(made) > 1 else made[0].chunk(2, -1)
-            return self.down_proj(meter.measure(activation(gate), up))
-        (w_gate, b_gate, _), (w_up, b_up, _) = weights_of_gate_and_up(self)
-        tensors = (x, w_gate, w_up, self.down_proj.weight, b_gate, b_up, self.down_proj.bias)
+        linears = (*gate_and_up(self), self.down_proj)
+        kind = RoundedLinear if isinstance(self.down_proj, RoundedLinear) else nn.Linear
+        are_plain = all(is_plain(linear, kind) for linear in linears)
+        if not are_plain or not is_plain(activation_of(self), nn.ReLU):
+            return self._by_modules(x)
+        ffn = weights_of(self)
+        if ffn.gate.is_rounded:
+            refuse_gradients(x)
+        elif self.twell_meter is not None:
+            return self._trained(x, ffn, self.twell_meter)
+        return sparse_ffn(x, ffn, **self._numbers())
+
+    def _by_modules(self, x: Tensor) -> Tensor:
+        """By the modules themselves: for an adapter or a hook, which `.weight` would pass by."""
+        if self.twell_sources and x.is_cuda and not torch.compiler.is_compiling():
+            say_once("an FFN has layers that are not plain ones (adapters, hooks)")
+        if self.twell_meter is None:
+            return super().forward(x)
+        made = [projection(x) for projection in gate_and_up(self)]
+        gate, up = made if len(made) > 1 else made[0].chunk(2, -1)
+        return self.down_proj(self.twell_meter.measure(activation_of(self)(gate), up))
+
+    def _trained(self, x: Tensor, ffn: FFN, meter: FfnMeter) -> Tensor:
+        """With the meter's penalty, and what fired measured."""
         how = self._numbers()
-        if meter is None:
-            return sparse_ffn(*tensors, **how)
         if self.training and torch.is_grad_enabled():
             how["density"] = meter.density
-        how["penalty"] = meter.weight(x.numel() // x.shape[-1], w_gate.shape[0])
-        y, meter.fired = train_ffn(*tensors, plain=meter.plain, **how)
+        how["penalty"] = meter.weight(x.numel() // x.shape[-1], ffn.N)
+        values = [weight.values for weight in ffn.weights]
+        biases = [weight.bias for weight in ffn.weights]
+        y, meter.fired = train_ffn(x, *values, *biases, plain=meter.plain, **how)
         return y
-
-    def _in_fp8(self, x: Tensor, projections: tuple[Fp8Linear, ...]) -> Tensor:
-        refuse_gradients(x)
-        weights = [projection.fp8_weight for projection in projections]
-        gate, up = weights if len(weights) > 1 else weights[0].chunk(2)
-        down = self.down_proj
-        return sparse_fp8_ffn(x, gate, up, down.fp8_weight, down.turned, **self._numbers())
 
     def _numbers(self) -> dict[str, Any]:
         return {
@@ -227,18 +232,19 @@ def _kernels_read(weight: Tensor, trained: bool = False) -> bool:
     return weight.is_cuda and weight.dtype in dtypes and not is_sharded
 
 
-def _kernels_read_e4m3(weight: Tensor) -> bool:
-    if not weight.is_cuda or torch.version.cuda is None or any(n % E4M3_STEP for n in weight.shape):
+def _kernels_read_rounded(layer: RoundedLinear) -> bool:
+    weight, kind = layer.weight, KINDS[layer.kind]
+    if not weight.is_cuda or torch.version.cuda is None or any(n % kind.step for n in weight.shape):
         return False
-    return device_limits(weight.device.index).capability >= (8, 9)
+    return device_limits(weight.device.index).capability >= kind.capability
 
 
 def lay_weights(model: nn.Module, *, trained: bool = False) -> None:
     """Lay the weights of gated FFNs as the kernels read them, where `use_kernels` gave kernels.
 
     That of each down projection lies by rows of neurons: without this each call would make a copy.
-    An FP8 layer keeps both layouts, since dense FP8 products want the other one. Names, shapes and
-    values stay, and so does what `save_pretrained` writes. What is not a plain layer, or lies
+    A rounded layer keeps both layouts, since dense products of it want the other one. Names, shapes
+    and values stay, and so does what `save_pretrained` writes. What is not a plain layer, or lies
     elsewhere, stays as it is, and so does what is sharded. `trained` as in `by_rows_of_neurons`.
     """
     for ffn in gated_ffns(model):
@@ -248,8 +254,8 @@ def lay_weights(model: nn.Module, *, trained: bool = False) -> None:
         if is_plain(down, nn.Linear):
             down.weight.data = by_rows_of_neurons(down.weight.data, trained=trained)
         elif (
-            is_plain(down, Fp8Linear)
-            and _kernels_read_e4m3(down.weight)
+            is_plain(down, RoundedLinear)
+            and _kernels_read_rounded(down)
             and requested(ffn.twell_route) != "dense"
         ):
             down.turn()
@@ -280,7 +286,7 @@ class TwellModel:
         if not isinstance(config, PreTrainedConfig):
             where = config or pretrained_model_name_or_path
             config = cls.config_class.from_pretrained(where, **source)
-        if is_fp8(vars(config)):
+        if rounded_kind(vars(config)) is not None:
             kwargs["config"] = with_own_layers(config)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -306,8 +312,9 @@ class TwellModel:
 
     def _complete(self, folder: Path) -> None:
         files = {name: text for name, text in self._twell_bundle.items() if name != MANIFEST}
-        in_fp8 = is_fp8(self.config.to_dict())
-        write_bundle(folder, make_bundle(files, folder.glob("*.safetensors") if in_fp8 else ()))
+        is_rounded = rounded_kind(self.config.to_dict()) is not None
+        weights = folder.glob("*.safetensors") if is_rounded else ()
+        write_bundle(folder, make_bundle(files, weights))
         config_file = folder / "config.json"
         config = json.loads(config_file.read_text(encoding="utf-8"))
         stock_class = type(self).__name__.removeprefix(_PREFIX)

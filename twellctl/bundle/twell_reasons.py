@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from .twell_cache import say_once
+from .twell_dense import ROUNDINGS
 from .twell_few import few_kernels
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, LoadError, device_limits, kernels_for
 from .twell_nvrtc import what_is_missing
 from .twell_plan import Limits, why_unfit
 from .twell_route import requested
-from .twell_spec import ENTRY_FILES
-from .twell_weights import E4M3_STEP, FFN, kind_of
+from .twell_spec import ENTRY_FILES, KINDS
+from .twell_weights import FFN, Weight
 
 # every entry that an exported model may launch, on any device
 ALL_KERNELS = frozenset(e for e, source in ENTRY_FILES.items() if not source.startswith("decode/"))
@@ -38,27 +39,23 @@ def takes_hopper_kernels(index: int) -> bool:
     return device_limits(index).hopper
 
 
-def why_no_kernels(sources: str, index: int) -> str | None:
-    """None if the kernels are loaded on CUDA device `index`, else why they cannot be.
+def why_no_kernels(sources: str, index: int, kind: str = "bf16") -> str | None:
+    """None if the kernels over weights of `kind` are loaded on CUDA device `index`, else why not.
 
     The first call for a device compiles what the cache does not hold.
     """
-    return why_not_loaded(sources, index, _entries(device_limits(index)))
+    limits, needed = device_limits(index), KINDS[kind].capability
+    if kind != "bf16" and limits.capability < needed:
+        version = ".".join(map(str, needed))
+        return f"kernels over {kind} weights need compute capability {version} or newer"
+    return why_not_loaded(sources, index, _entries(limits, kind))
 
 
 @functools.cache
-def _entries(limits: Limits) -> tuple[str, ...]:
+def _entries(limits: Limits, kind: str) -> tuple[str, ...]:
     """All at once: what comes later, and needs others, may be the capture of a graph."""
-    many = HOPPER_KERNELS if limits.hopper else ()
-    return (*many, *few_kernels(limits, "bf16"))
-
-
-def why_no_e4m3_kernels(sources: str, index: int) -> str | None:
-    """None if all kernels over e4m3 weights are loaded on CUDA device `index`, else why not."""
-    limits = device_limits(index)
-    if limits.capability < (8, 9):
-        return "kernels over FP8 weights need compute capability 8.9 or newer"
-    return why_not_loaded(sources, index, few_kernels(limits, "e4m3"))
+    many = HOPPER_KERNELS if limits.hopper and kind == "bf16" else ()
+    return (*many, *few_kernels(limits, kind))
 
 
 def why_not_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str | None:
@@ -86,34 +83,49 @@ def _why_never_loaded(sources: str, index: int, entries: tuple[str, ...]) -> str
 
 
 def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
-    """None if the kernels take this, bf16 or e4m3 with scales, else what they do not take."""
-    N, K, in_fp8 = ffn.N, ffn.K, ffn.s_gate is not None
-    weights, biases = (ffn.w_gate, ffn.w_up, ffn.w_down), (ffn.b_gate, ffn.b_up, ffn.b_down)
-    scales = (ffn.s_gate, ffn.s_up, ffn.s_down) if in_fp8 else ()
-    are_e4m3 = {*map(kind_of, weights)} == {"e4m3"}
-    if in_fp8 and not (are_e4m3 and all(s.dtype == torch.float32 for s in scales)):
-        return "the kernels take FP8 weights in e4m3, with scales in float32"
-    there = [n for n, bias in zip((N, N, K), biases, strict=True) if bias is not None]
-    shapes = [*3 * [(N, K)], *((n,) for n in (*there, *((N, N, K) if in_fp8 else ())))]
-    if [tuple(tensor.shape) for tensor in ffn.tensors] != shapes:
-        scaled = ", a scale for each row" if in_fp8 else ""
-        said = "weights [N, K], [N, K] and [K, N], biases [N], [N] and [K]"
-        return f"the kernels take {said}{scaled}"
+    """None if the kernels take these inputs and weights, else what they do not take."""
+    N, K = ffn.N, ffn.K
+    shapes = (N, K), (N, K), (K, N)
+    if not all(map(_has_shape, ffn.weights, shapes)) or {w.kind for w in ffn.weights} != {ffn.kind}:
+        said = "weights [N, K], [N, K] and [K, N] of one kind, biases [N], [N] and [K]"
+        return f"the kernels take {said}, a scale for each row of what is rounded"
     if rows.dim() != 2 or rows.shape[1] != K:
         return f"the kernels take inputs [M, {K}], not {list(rows.shape)}"
     if rows.dtype != torch.bfloat16:
         return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
-    if in_fp8 and (K % E4M3_STEP or N % E4M3_STEP):
-        return f"over FP8 weights the kernels take multiples of {E4M3_STEP}, not {K} and {N}"
+    step = KINDS[ffn.kind].step
+    if K % step or N % step:
+        return f"over {ffn.kind} weights the kernels take multiples of {step}, not {K} and {N}"
     if said := why_unfit(K, N, tile, device_limits(rows.device.index).smem_bytes):
         return f"the kernels take {said}"
-    if any(bias is not None and bias.dtype != torch.bfloat16 for bias in biases):
-        return "the kernels take biases in bf16"
-    of_other_dtype = not in_fp8 and any(weight.dtype != rows.dtype for weight in weights)
-    if of_other_dtype or any(tensor.device != rows.device for tensor in ffn.tensors):
-        return "the kernels take weights of the dtype and device of their input"
-    as_they_are = (t for t in ffn.tensors if t is not ffn.w_down)  # of that a copy is made
+    for weight in ffn.weights:
+        if said := _why_not_weight(weight, rows):
+            return said
+    # of the values of down a copy is made
+    as_they_are = (t for w in ffn.weights for t in w.tensors if t is not ffn.down.values)
     return why_they_do_not_lie_well(as_they_are)
+
+
+def _has_shape(weight: Weight, shape: tuple[int, int]) -> bool:
+    """Whether the values, and the scales of rows and the bias there are, have their shapes."""
+    wanted = [shape]
+    if weight.is_rounded:
+        wanted.append((shape[0], 1))
+    if weight.bias is not None:
+        wanted.append(shape[:1])
+    return [tuple(tensor.shape) for tensor in weight.tensors] == wanted
+
+
+def _why_not_weight(weight: Weight, rows: Tensor) -> str | None:
+    """None if the kernels take a weight with inputs `rows`, by dtypes and devices, else why not."""
+    dtype = ROUNDINGS[weight.kind].dtype if weight.is_rounded else rows.dtype
+    if weight.is_rounded and (weight.values.dtype, weight.scales.dtype) != (dtype, torch.float32):
+        return f"the kernels take {weight.kind} weights with scales in float32"
+    if weight.bias is not None and weight.bias.dtype != torch.bfloat16:
+        return "the kernels take biases in bf16"
+    if weight.values.dtype != dtype or any(t.device != rows.device for t in weight.tensors):
+        return "the kernels take weights of the dtype and device of their input"
+    return None
 
 
 def lies_well(tensor: Tensor) -> bool:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import twell_spec as spec
@@ -47,21 +46,14 @@ class PairLists:
     gate_up: Tensor | None = None  # of each pair gate | up << 16
 
 
-def dense_ffn(x: Tensor, ffn: FFN) -> Tensor:
-    """The equation in torch's own products, `[M, K]` to `[M, K]`; no gradients."""
-    gate = F.linear(x, ffn.w_gate, ffn.b_gate).relu_()
-    gate.mul_(F.linear(x, ffn.w_up, ffn.b_up))
-    return F.linear(gate, ffn.w_down.t(), ffn.b_down)
-
-
 def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:
     """`[M, K]` to `[M, K]`, M >= 1, bf16, contiguous; `slots` a tile; with more a row is heavy."""
     y = torch.empty_like(x)
     for plan, xs, ys in chunks_of(x, y, ffn, slots, hopper_cap(ffn.N), limits):
         packed = packed_buffers(plan, x.device)
-        launch_gate_pack(kernels, limits, xs, ffn.w_gate, ffn.b_gate, *packed)
+        launch_gate_pack(kernels, limits, xs, ffn.gate.values, ffn.gate.bias, *packed)
         lists = launch_plan(kernels, plan, *packed)
-        partial = launch_up(kernels, plan, xs, ffn.w_up, lists)
+        partial = launch_up(kernels, plan, xs, ffn.up.values, lists)
         lists = launch_hidden(kernels, limits, plan, partial, ffn, lists)
         launch_down(kernels, plan, ffn, lists, ys)
         heavy_products(kernels, limits, xs, ys, ffn, lists.heavy_rows, lists.heavy_count)
@@ -210,7 +202,7 @@ def _hidden_arguments(
     return (
         *(partial, np.int64(plan.num_pairs), num_parts, lists.links, lists.pair_start),
         *(lists.pairs, plan.M, plan.N, plan.tile_tokens, plan.cap, plan.panel_rows),
-        *(plan.num_panels, plan.group_rounds, ffn.b_up, lists.num_rounds, lists.rounds),
+        *(plan.num_panels, plan.group_rounds, ffn.up.bias, lists.num_rounds, lists.rounds),
         *(lists.masks, lists.gate_up),
     )
 
@@ -226,8 +218,20 @@ def launch_down(kernels: KernelSet, plan: Plan, ffn: FFN, lists: PairLists, y: T
             plan.down_grid,
             spec.DOWN_BLOCK,
             (
-                *(ffn.w_down, ffn.b_down, lists.num_rounds, lists.rounds, lists.masks, M, N, K),
-                *(panel, plan.panel_rows, P, plan.group_rounds, sums, y),
+                ffn.by_neurons,
+                ffn.down.bias,
+                lists.num_rounds,
+                lists.rounds,
+                lists.masks,
+                M,
+                N,
+                K,
+                panel,
+                plan.panel_rows,
+                P,
+                plan.group_rounds,
+                sums,
+                y,
             ),
             plan.down_smem,
         )

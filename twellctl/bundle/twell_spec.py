@@ -72,16 +72,22 @@ class Kind(NamedTuple):
     """A kind of weights, as the kernels take it.
 
     Its struct in the kernels; bits of a weight; what ends the names of the entries that take it;
-    whether products of one octet of tokens take f16, of which rows of x have a power of two.
+    whether products of one octet of tokens take f16, of which rows of x have a power of two. Sizes
+    of a weight are multiples of `step`; a GPU has at least `capability`.
     """
 
     struct: str
     bits: int
     suffix: str
     in_f16: bool
+    step: int
+    capability: Capability
 
 
-KINDS = {"bf16": Kind("Bf16", 16, "", False), "e4m3": Kind("E4m3", 8, "_e4m3", True)}
+KINDS = {
+    "bf16": Kind("Bf16", 16, "", in_f16=False, step=1, capability=(8, 0)),
+    "e4m3": Kind("E4m3", 8, "_e4m3", in_f16=True, step=128, capability=(8, 9)),
+}
 
 
 def entry(name: str, kind: str) -> str:

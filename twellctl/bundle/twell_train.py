@@ -17,7 +17,7 @@ from .twell_plan import Limits
 from .twell_reasons import check_numbers
 from .twell_sequence import PairLists
 from .twell_training import Wanted, backward, forward, make_training_plan
-from .twell_weights import FFN
+from .twell_weights import FFN, plain_weight
 
 _INPUTS = (
     "Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor? b_down, Tensor? penalty, "
@@ -186,8 +186,8 @@ def _nothing(like: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def _laid_ffn(w_gate: Tensor, w_up: Tensor, w_down: Tensor, b_down: Tensor | None) -> FFN:
     """The weights, w_down `[K, N]` among them, as the kernels read them."""
-    laid = map(_laid, (w_gate, w_up, w_down.t()))
-    return FFN(*laid, None, None, None if b_down is None else _laid(b_down))
+    down = plain_weight(_laid(w_down.t()).t(), None if b_down is None else _laid(b_down))
+    return FFN(plain_weight(_laid(w_gate)), plain_weight(_laid(w_up)), down)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def forward(
     plan = make_training_plan(x.shape[0], ffn.N, ffn.K, slots, limits).plan
     counts, entries, heavy_count = twell_sequence.packed_buffers(plan, x.device)
     packed = counts, entries, heavy_count
-    twell_sequence.launch_gate_pack(kernels, limits, x, ffn.w_gate, ffn.b_gate, *packed)
+    twell_sequence.launch_gate_pack(kernels, limits, x, ffn.gate.values, ffn.gate.bias, *packed)
     fired = (counts & 0x3FFFFFFF).sum()
     lists = twell_sequence.launch_plan(kernels, plan, counts, entries, heavy_count)
     del counts, entries
@@ -81,7 +81,7 @@ def forward(
         (lists.heavy_rows, heavy_count, plan.M),
         twell_grad_plan.order_heavy_smem(plan.M),
     )
-    partial = twell_sequence.launch_up(kernels, plan, x, ffn.w_up, lists)
+    partial = twell_sequence.launch_up(kernels, plan, x, ffn.up.values, lists)
     lists = twell_sequence.launch_hidden_kept(kernels, limits, plan, partial, ffn, lists)
     del partial
     y = torch.empty_like(x)
@@ -141,7 +141,9 @@ class _Backward:
     def _pair_grads(self) -> Tensor:
         """grad_gate | grad_up << 16 of each pair, by its place."""
         plan, kept = self.plan, self.kept
-        partial = twell_sequence.launch_up(self.kernels, plan, self.grad_y, self.ffn.w_down, kept)
+        partial = twell_sequence.launch_up(
+            self.kernels, plan, self.grad_y, self.ffn.by_neurons, kept
+        )
         stride = np.int64(plan.num_pairs)
         grads = torch.empty_like(kept.gate_up)
         self.kernels.launch(
@@ -172,7 +174,8 @@ class _Backward:
             (self.limits.num_sms,),
             spec.GRAD_HEAVY_BLOCK,
             (
-                *(self.x, self.grad_y, ffn.w_gate, ffn.w_up, ffn.w_down, self.penalty),
+                *(self.x, self.grad_y, ffn.gate.values, ffn.up.values),
+                *(ffn.by_neurons, self.penalty),
                 *(self.kept.heavy_rows, self.kept.heavy_count, window, plan.N, plan.K),
                 *(*of_pairs, gate, up, down, x, units),
             ),
@@ -261,7 +264,7 @@ class _Backward:
             (plan.K // 16, of_pass.x_shares),
             spec.GRAD_SUMS_BLOCK,
             (
-                *(self.ffn.w_gate, self.ffn.w_up, heads, codes, pairs, masks),
+                *(self.ffn.gate.values, self.ffn.up.values, heads, codes, pairs, masks),
                 *(plan.M, plan.N, plan.K, rows, panels, of_pass.x_chunk, sums, grad),
             ),
             of_pass.x_smem,

@@ -11,19 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .twell_dense import gated_ffn, linear
 from .twell_few import few_pairs, few_union, takes_few
 from .twell_few_walk import suits_few_walk, takes_few_walk
 from .twell_format import fires
-from .twell_fp8 import Fp8Weight, fp8_ffn, fp8_linear, fp8_weights
 from .twell_launch import device_limits, kernels_for
 from .twell_plan import Limits, ceil_div
 from .twell_reasons import lies_well
 from .twell_route import Kind, choose, density_bucket, token_bucket
-from .twell_sequence import dense_ffn, hopper_ffn
-from .twell_weights import FFN, kind_of
+from .twell_sequence import hopper_ffn
+from .twell_weights import FFN
 
 # as found on an H200; unmeasured, dense products are taken from this density on, and up to this
 # number of tokens
@@ -72,13 +71,8 @@ def _without_slots(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda kernels, limits, x, ffn, slots=0, **how: run(kernels, limits, x, ffn, **how)
 
 
-def dense_products(x: Tensor, ffn: FFN) -> Tensor:
-    """The equation in torch's own products, `[M, K]` to `[M, K]`, in FP8 over e4m3 weights."""
-    return dense_ffn(x, ffn) if ffn.s_gate is None else fp8_ffn(x, *fp8_weights(ffn))
-
-
 def _dense(kernels: object, limits: object, x: Tensor, ffn: FFN, slots: int) -> Tensor:
-    return dense_products(x, ffn)
+    return gated_ffn(x, ffn)
 
 
 WAYS = (
@@ -130,28 +124,23 @@ def run_by_route(
     density: float,
     sources: str,
     route: str,
-    turned: Tensor | None = None,
     dense: Way | None = None,
 ) -> Tensor:
     """`[M, K]` to `[M, K]`, M >= 1, of what the kernels take (twell_reasons.py), `rows` `aligned`.
 
-    `density` below 0: nobody knows it. `turned`: W_down by rows of neurons, if that of `ffn` does
-    not lie so. `dense` stands in for the way of that name: that of an engine, whose weights stay as
-    they are, so that kernels for few tokens may overlap.
+    `density` below 0: nobody knows it. `dense` stands in for the way of that name: that of an
+    engine, whose weights stay as they are, so that kernels for few tokens may overlap.
     """
-    index, by_rows = rows.device.index, ffn.w_down if turned is None else turned
-    in_place = lies_well(by_rows)
+    index, in_place = rows.device.index, lies_well(ffn.by_neurons)
     here = kernels_for(sources, index), device_limits(index)
-    sizes = rows.shape[0], ffn.N, ffn.K
-    problem = Problem(*sizes, here[1], in_place, kind_of(ffn.w_gate))
+    problem = Problem(rows.shape[0], ffn.N, ffn.K, here[1], in_place, ffn.kind)
     ways, known = ways_of(route, problem), None if density < 0 else density
     if dense is not None:
         ways = [dense if way.name == "dense" else way for way in ways]
 
     def run(way: Way) -> Tensor:
-        laid = ffn
-        if way.by_rows:
-            laid = replace(ffn, w_down=by_rows if in_place else aligned(by_rows))
+        copies = way.by_rows and not in_place
+        laid = replace(ffn, turned=aligned(ffn.by_neurons)) if copies else ffn
         early = {"overlap": True} if dense is not None and way.name in _FEW else {}
         return way.run(*here, rows, laid, slots, **early)
 
@@ -186,7 +175,7 @@ def _kind(
         torch.cuda.get_device_name(index),
         ffn.K,
         ffn.N,
-        any(bias is not None for bias in (ffn.b_gate, ffn.b_up, ffn.b_down)),
+        any(weight.bias is not None for weight in ffn.weights),
         token_bucket(problem.M),
         None if density is None else density_bucket(density),
         slots,
@@ -203,8 +192,4 @@ def aligned(tensor: Tensor) -> Tensor:
 
 def _sampled_density(rows: Tensor, ffn: FFN) -> float:
     step = ceil_div(rows.shape[0], _SAMPLED_ROWS)
-    if ffn.s_gate is None:
-        gate = F.linear(rows[::step], ffn.w_gate, ffn.b_gate)
-    else:
-        gate = fp8_linear(rows[::step], Fp8Weight(ffn.w_gate, ffn.s_gate[:, None], ffn.b_gate))
-    return fires(gate).float().mean().item()
+    return fires(linear(rows[::step], ffn.gate)).float().mean().item()

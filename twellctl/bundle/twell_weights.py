@@ -1,18 +1,120 @@
-"""The weights of a gated FFN, as the kernels read them; weights that one product takes."""
+"""The weights of a linear layer and of a gated FFN, as PyTorch and the kernels read them."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 
-E4M3_STEP = 128  # of e4m3 weights the kernels take sizes that are multiples of it
+
+@dataclass(frozen=True)
+class Weight:
+    """The weight `[N, K]` of a linear layer, and its bias `[N]`, if it has one.
+
+    `kind` names one of `twell_spec.KINDS`:
+
+        bf16   `values` `[N, K]` are the weight. The kernels take bf16, PyTorch any dtype.
+        e4m3   The weight is `values` times `scales`: float8_e4m3fn `[N, K]`, float32 `[N, 1]`.
+    """
+
+    kind: str
+    values: Tensor
+    scales: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def N(self) -> int:
+        """Outputs."""
+        return self.values.shape[0]
+
+    @property
+    def K(self) -> int:
+        """Inputs."""
+        return self.values.shape[1]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the weight is `values` times `scales`."""
+        return self.scales is not None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The values, and the scales and the bias there are."""
+        return tuple(t for t in (self.values, self.scales, self.bias) if t is not None)
+
+    def chunk(self, count: int) -> list["Weight"]:
+        """`count` weights of equally many outputs, as views."""
+
+        def pieces(tensor: Tensor | None) -> tuple[Tensor | None, ...]:
+            return (None,) * count if tensor is None else tensor.chunk(count)
+
+        parts = zip(pieces(self.values), pieces(self.scales), pieces(self.bias), strict=True)
+        return [Weight(self.kind, *part) for part in parts]
+
+    def detached(self) -> "Weight":
+        """The numbers as they lie now: they stay there if a module's are laid otherwise later."""
+        parts = (None if t is None else t.detach() for t in (self.values, self.scales, self.bias))
+        return Weight(self.kind, *parts)
 
 
-def kind_of(weight: Tensor) -> str:
-    """Of twell_spec.KINDS."""
-    return "e4m3" if weight.dtype == torch.float8_e4m3fn else "bf16"
+def plain_weight(values: Tensor, bias: Tensor | None = None) -> Weight:
+    """The weight `[N, K]` of an nn.Linear, which is not rounded."""
+    return Weight("bf16", values, None, bias)
+
+
+@dataclass(frozen=True)
+class FFN:
+    """The weights of one gated FFN with K inputs and N neurons: `gate`, `up` `[N, K]`, `down`
+    `[K, N]`, all of one kind.
+
+    The kernels read what a neuron adds to y as a row: the values of `down` by neurons, `[N, K]`.
+    `down` has strides (1, K) for that, or `turned` has the same values once more.
+    """
+
+    gate: Weight
+    up: Weight
+    down: Weight
+    turned: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        """Of all three weights."""
+        return self.gate.kind
+
+    @property
+    def N(self) -> int:
+        """Neurons."""
+        return self.gate.N
+
+    @property
+    def K(self) -> int:
+        """Hidden size."""
+        return self.gate.K
+
+    @property
+    def by_neurons(self) -> Tensor:
+        """The values of `down`, `[N, K]`."""
+        return self.down.values.t() if self.turned is None else self.turned
+
+    @property
+    def weights(self) -> tuple[Weight, Weight, Weight]:
+        """Gate, up and down."""
+        return self.gate, self.up, self.down
+
+
+class Onto(TypedDict, total=False):
+    """What an FFN for few tokens takes besides, each if it is wanted.
+
+    `residual` `[M, K]` is added to the rounded result. `counts` int32 `[M]` is raised by how many
+    neurons fired for each token. `overlap` as in `KernelSet.launch`: weights must not change then.
+    """
+
+    residual: Tensor | None
+    counts: Tensor | None
+    overlap: bool
+
+
+# ---- how they lie
 
 
 def in_one(*tensors: Tensor | None) -> Tensor | None:
@@ -30,6 +132,12 @@ def in_one(*tensors: Tensor | None) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
+def joined(*weights: Weight) -> Weight:
+    """The weight with the outputs of all `weights`, of layers that `lay_together` laid: a view."""
+    values, scales, biases = zip(*((w.values, w.scales, w.bias) for w in weights), strict=True)
+    return Weight(weights[0].kind, in_one(*values), in_one(*scales), in_one(*biases))
+
+
 def lay_together(*layers: nn.Linear) -> None:
     """Make weights, biases and scales of `layers` parts of one tensor each: one product takes all.
 
@@ -44,51 +152,3 @@ def lay_together(*layers: nn.Linear) -> None:
             whole = torch.cat([part.data for part in parts])
         for part, own in zip(parts, whole.split([len(part) for part in parts]), strict=True):
             part.data = own
-
-
-class Onto(TypedDict, total=False):
-    """What an FFN for few tokens takes besides, each if it is wanted.
-
-    `residual` `[M, K]` is added to the rounded result. `counts` int32 `[M]` is raised by how many
-    neurons fired for each token. `overlap` as in `KernelSet.launch`: weights must not change then.
-    """
-
-    residual: Tensor | None
-    counts: Tensor | None
-    overlap: bool
-
-
-@dataclass(frozen=True)
-class FFN:
-    """The weights of one gated FFN, all three by rows of neurons; biases `[N]`, `[N]`, `[K]`.
-
-    `w_gate`, `w_up` and `w_down` are `[N, K]`: the last is an nn.Linear's weight turned over, so
-    that what a neuron adds to y lies together. The kernels want all contiguous. Weights in e4m3
-    have scales, float32: `[N]` and `[N]` of their rows, and `[K]` of the columns of `w_down`.
-    """
-
-    w_gate: Tensor
-    w_up: Tensor
-    w_down: Tensor
-    b_gate: Tensor | None
-    b_up: Tensor | None
-    b_down: Tensor | None
-    s_gate: Tensor | None = None
-    s_up: Tensor | None = None
-    s_down: Tensor | None = None
-
-    @cached_property
-    def N(self) -> int:
-        """Neurons."""
-        return self.w_gate.shape[0]
-
-    @cached_property
-    def K(self) -> int:
-        """Hidden size."""
-        return self.w_gate.shape[1]
-
-    @cached_property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Weights, and the biases and scales there are."""
-        more = (self.b_gate, self.b_up, self.b_down, self.s_gate, self.s_up, self.s_down)
-        return (self.w_gate, self.w_up, self.w_down, *(t for t in more if t is not None))

@@ -1,5 +1,5 @@
 """A decoder over our own kernels, for Llama and its kin (families.py) on an NVIDIA GPU: in bf16, or
-with linear layers in FP8, whose weights are e4m3.
+with linear layers whose weights are rounded (twell_weights.py).
 
 A step is a chain of launches, each of which may start before the one in front has ended
 (kernels/ptx/pdl.cuh): the embedding, with the first norm; of each layer
@@ -9,8 +9,8 @@ A step is a chain of launches, each of which may start before the one in front h
 
 and rms_norm -> few_linear (the head). Where what a block adds is normalised, too, add_norm takes
 the place of rms_norm. `choose` (step_end.py) follows them. With more than 32 rows
-PyTorch's products take the place of the attention's few_linear and of dense FFNs (few_ways.py). In
-FP8 they round their inputs, which stay bf16 with fewer rows.
+PyTorch's products take the place of the attention's few_linear and of dense FFNs (few_ways.py).
+Over rounded weights they round their inputs, too, which stay bf16 with fewer rows.
 
 The FFN goes by pairs, by the union of what fires or densely (few_ways.py); and a
 step of one row may be one launch instead of all that, if the model is such that it can be
@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_few import few_linear
-from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
     activation_of,
@@ -46,11 +45,12 @@ from twellctl.bundle.twell_model import (
     gated_ffns,
     put_over_twell,
     use_kernels,
-    weights_of_gate_and_up,
+    weights_of,
 )
+from twellctl.bundle.twell_rounded_linear import weight_of
 from twellctl.bundle.twell_spec import PAGE, STEP_QUAD
 from twellctl.bundle.twell_ways import Problem, Way
-from twellctl.bundle.twell_weights import FFN, in_one, lay_together
+from twellctl.bundle.twell_weights import FFN, Weight, joined, lay_together
 from twellctl.decoding import attention, kernel_fit
 from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
@@ -60,7 +60,7 @@ from twellctl.decoding.pages import pages_for
 from twellctl.decoding.screening import open_screens
 from twellctl.decoding.step_forms import Form, FormChoice
 from twellctl.decoding.torch_decoder import TorchDecoder
-from twellctl.decoding.whole_step import DecoderLayer, Linear, WholeStep, takes_mapped
+from twellctl.decoding.whole_step import DecoderLayer, WholeStep, takes_mapped
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.linear_map import own_neurons
 from twellctl.models.loading import shared_copy
@@ -118,14 +118,9 @@ class KernelDecoder:
             ]
             if kernel_fit.why_not_one_kernel(self._model) is None:
                 _put_rows_behind(self._model.lm_head.weight)
-            self._head = _linear(self._model.lm_head)
+            self._head = weight_of(self._model.lm_head).detached()
             self._embeddings = self._model.get_input_embeddings().weight.detach()
             self._last_norm = norm_weight(body.norm)
-        # a dense product in FP8 takes W_down by rows of K, which the model has, too
-        self._dense_ffns = [
-            replace(own.ffn, w_down=layer.mlp.down_proj.weight.detach().t())
-            for own, layer in zip(self._layers, body.layers, strict=True)
-        ]
         reach = min(self.context, (cache.num_pages - 1) * PAGE)
         self._rotary = self._turned_by(reach)
         self._workspace = attention.open_workspace(self._all_plans(reach), self.device)
@@ -201,17 +196,15 @@ class KernelDecoder:
             )
             out = partial(self._linear, h, layer.out)
             x, h = self._added(x, out, layer.norms.behind_attention, layer.norms.ffn)
-            ffn = layer.ffn if ways[i].by_rows else self._dense_ffns[i]
             how = {"counts": counts[i] if self._sparse else None, "overlap": True}
-            run = partial(ways[i].run, self.kernels, self._limits, h, ffn, **how)
+            run = partial(ways[i].run, self.kernels, self._limits, h, layer.ffn, **how)
             x, h = self._added(x, run, layer.norms.behind_ffn, norms[i + 1])
         return self._scales.of_model(self._logits(h)), counts
 
     def _logits(self, h: Tensor) -> Tensor:
         """Not rounded to bf16, which would make many tokens equally likely."""
-        head, how = self._head, {"wide": True, "overlap": True}
         logits = [
-            few_linear(self.kernels, self._limits, few, head.weight, head.bias, **how)
+            few_linear(self.kernels, self._limits, few, self._head, wide=True, overlap=True)
             for few in h.split(self._at_once)
         ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -241,7 +234,7 @@ class KernelDecoder:
             return {}
         layers = self._layers
         if not self._sparse:  # larger batches read W_down by rows of K
-            ffns = [replace(one.ffn, w_down=one.ffn.w_down.contiguous()) for one in layers]
+            ffns = [replace(one.ffn, turned=one.ffn.by_neurons.contiguous()) for one in layers]
             layers = [replace(one, ffn=ffn) for one, ffn in zip(layers, ffns, strict=True)]
         sizes = kernel_fit.step_sizes(self._model)
         make = partial(
@@ -252,7 +245,7 @@ class KernelDecoder:
             layers,
             self._embeddings,
             self._last_norm,
-            self._head.weight,
+            self._head.values,
             self._rotary[0],
             self._scales,
         )
@@ -278,10 +271,10 @@ class KernelDecoder:
         return takes_mapped(sizes, self._own_neurons, "screened", self._limits)
 
     def _linear(
-        self, x: Tensor, of: Linear, residual: Tensor | None = None, *, ahead: bool = False
+        self, x: Tensor, weight: Weight, residual: Tensor | None = None, *, ahead: bool = False
     ) -> Tensor:
-        how = {"scale": of.scale, "residual": residual, "ahead": ahead, "overlap": True}
-        return linear(self.kernels, self._limits, x, of.weight, of.bias, **how)
+        how = {"residual": residual, "ahead": ahead, "overlap": True}
+        return linear(self.kernels, self._limits, x, weight, **how)
 
     def _plan(self, B: int, Q: int, width: int) -> attention.AttendPlan:
         if (B, Q, width) not in self._plans:
@@ -343,20 +336,15 @@ class KernelDecoder:
                 eps=self._model.config.rms_norm_eps,
                 cap=self._scales.scores_cap,
             ),
-            _linear(own.o_proj),
+            weight_of(own.o_proj).detached(),
             self._ffn_of(layer.mlp),
             None if of_heads else q_k_norms,
         )
 
     def _ffn_of(self, mlp: nn.Module) -> FFN:
-        down = _linear(mlp.down_proj)
-        (w_gate, b_gate, s_gate), (w_up, b_up, s_up) = weights_of_gate_and_up(mlp)
-        w_down = down.weight.t()
-        if self._sparse and self._kind == "e4m3":
-            w_down = mlp.down_proj.turned
-        scales = (None if s is None else s.detach().flatten() for s in (s_gate, s_up, down.scale))
-        weights = w_gate.detach(), w_up.detach(), w_down
-        return FFN(*weights, _kept(b_gate), _kept(b_up), down.bias, *scales)
+        ffn = weights_of(mlp)
+        gate, up, down = (weight.detached() for weight in ffn.weights)
+        return FFN(gate, up, down, ffn.turned)
 
 
 def _for_each_token(tables: Tensor, Q: int) -> Tensor:
@@ -377,27 +365,12 @@ def _put_rows_behind(weight: nn.Parameter) -> None:
             weight.data = F.pad(weight.data, (0, 0, 0, rows - V))[:V]
 
 
-def _kept(parameter: Tensor | None) -> Tensor | None:
-    """The numbers as they lie now: they stay there if the model's are laid otherwise later."""
-    return None if parameter is None else parameter.detach()
-
-
-def _linear(module: nn.Linear) -> Linear:
-    scale = module.weight_scale.detach().flatten() if isinstance(module, Fp8Linear) else None
-    return Linear(module.weight.detach(), _kept(module.bias), scale)
-
-
-def _qkv(own: nn.Module) -> Linear:
+def _qkv(own: nn.Module) -> Weight:
     if hasattr(own, "qkv_proj"):
-        return _linear(own.qkv_proj)
+        return weight_of(own.qkv_proj).detached()
     layers = [own.q_proj, own.k_proj, own.v_proj]
     lay_together(*layers)
-    q_k_v = [_linear(layer) for layer in layers]
-    return Linear(
-        in_one(*(one.weight for one in q_k_v)),
-        in_one(*(one.bias for one in q_k_v)),
-        in_one(*(one.scale for one in q_k_v)),
-    )
+    return joined(*(weight_of(layer).detached() for layer in layers))
 
 
 def _own_copy(model: PreTrainedModel, *, sparse: bool, kind: str) -> PreTrainedModel:
@@ -408,12 +381,12 @@ def _own_copy(model: PreTrainedModel, *, sparse: bool, kind: str) -> PreTrainedM
         weight, down = given.mlp.down_proj.weight, own.mlp.down_proj
         with torch.inference_mode(weight.is_inference()):
             laid = weight.data
-            if kind != "e4m3":
+            if kind == "bf16":
                 laid = by_rows_of_neurons(laid) if sparse else laid.contiguous()
             down.weight = nn.Parameter(laid, requires_grad=False)
             if sparse:
                 weight.data = laid
-        if sparse and kind == "e4m3" and down.turned is None:
+        if sparse and kind != "bf16" and down.turned is None:
             down.turn()
     twell: Mapping[str, Any] | None = getattr(model.config, "twell", None)
     if sparse and twell and not _is_over_twell(copied):

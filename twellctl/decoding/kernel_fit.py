@@ -8,12 +8,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_few import few_dense_kernels, few_kernels, takes_few, takes_few_dense
-from twellctl.bundle.twell_fp8_linear import Fp8Linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import activation_of, gated_ffns, is_plain
 from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
-from twellctl.bundle.twell_spec import PAGE, few_entries
+from twellctl.bundle.twell_rounded_linear import RoundedLinear, weight_of
+from twellctl.bundle.twell_spec import KINDS, PAGE, few_entries
 from twellctl.decoding import families
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
 from twellctl.decoding.few_ways import OWN_PRODUCTS
@@ -33,12 +33,12 @@ def why_not(model: PreTrainedModel) -> str | None:
         return said
     if model.device.type != "cuda" or torch.version.cuda is None:
         return "the decode kernels need an NVIDIA GPU"
-    scales = [m.weight_scale for m in model.modules() if isinstance(m, Fp8Linear)]
-    if any(scale.dtype != torch.float32 for scale in scales):
-        return "the decode kernels take FP8 weights with scales in float32"
-    known = {id(scale) for scale in scales}
+    rounded = [m.rounded for m in model.modules() if isinstance(m, RoundedLinear)]
+    if any(weight.scales.dtype != torch.float32 for weight in rounded):
+        return "the decode kernels take rounded weights with scales in float32"
+    known = {id(part) for weight in rounded for part in (weight.values, weight.scales)}
     dtypes = {parameter.dtype for parameter in model.parameters() if id(parameter) not in known}
-    if other := dtypes - {torch.bfloat16, torch.float8_e4m3fn}:
+    if other := dtypes - {torch.bfloat16}:
         return f"the decode kernels take bf16, not {str(other.pop()).removeprefix('torch.')}"
     if config.model_type not in families.FAMILIES:
         return f"the decode kernels do not know the family {config.model_type}"
@@ -117,8 +117,7 @@ def step_sizes(model: PreTrainedModel) -> StepSizes:
 
 def weights_kind(model: PreTrainedModel) -> str:
     """The kind of weights of the layers (twell_spec.KINDS)."""
-    is_fp8 = isinstance(model.model.layers[0].self_attn.o_proj, Fp8Linear)
-    return "e4m3" if is_fp8 else "bf16"
+    return weight_of(model.model.layers[0].self_attn.o_proj).kind
 
 
 def head_dim(model: PreTrainedModel) -> int:
@@ -166,8 +165,8 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
     for layer in model.model.layers:
         if families.norms_of(layer) is None:
             return f"the layers of {name} have other parts than the decode kernels know"
-        if weights_kind(model) == "e4m3" and not _is_relu(activation_of(layer.mlp)):
-            return f"the FFNs of {name} are in FP8 and not ReLU"
+        if weights_kind(model) != "bf16" and not _is_relu(activation_of(layer.mlp)):
+            return f"the FFNs of {name} are rounded to {weights_kind(model)} and not ReLU"
         q_k_v = (getattr(layer.self_attn, f"{of}_proj", None) for of in "qkv")
         if len({linear.bias is None for linear in q_k_v if linear is not None}) > 1:
             return f"some of q, k and v of {name} have a bias, some have none"
@@ -176,12 +175,12 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
                 return f"{part or 'a layer'} of {name} has hooks, which no step would call"
             if not hasattr(linear, "out_features"):
                 continue
-            is_fp8 = is_plain(linear, Fp8Linear)
-            if not is_plain(linear, nn.Linear) and not is_fp8:
+            is_rounded = is_plain(linear, RoundedLinear)
+            if not is_plain(linear, nn.Linear) and not is_rounded:
                 what = type(linear).__name__
                 return f"{part} of {name} is not a plain linear layer ({what})"
-            step = 128 if is_fp8 else 64
-            if linear.in_features % step and (is_fp8 or part not in _ANY_INPUTS):
+            step = max(64, KINDS[linear.kind].step) if is_rounded else 64
+            if linear.in_features % step and (is_rounded or part not in _ANY_INPUTS):
                 return f"{part} of {name} has {linear.in_features} inputs, no multiple of {step}"
     return None
 

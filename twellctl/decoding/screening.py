@@ -114,8 +114,9 @@ def _inputs(model: PreTrainedModel) -> list[Tensor]:
 
 def _screen_of(ffn: nn.Module, z: Tensor, num_own: int) -> tuple[Screen, float, float]:
     """The screen, what it misses of the squared output, and the share of candidates."""
-    weights, biases, _ = zip(*weights_of_gate_and_up(ffn), strict=True)
-    gate, up = (weight[:num_own] for weight in weights)
+    of_gate, of_up = weights_of_gate_and_up(ffn)
+    gate, up = (weight.values[:num_own] for weight in (of_gate, of_up))
+    biases = of_gate.bias, of_up.bias
     gate_bias, up_bias = (None if b is None else b[:num_own] for b in biases)
     rows = [_ROWS // 2, _ROWS // 2, *[_REPEATS] * len(_REPEATED)]
     measured, *judged = (part.flatten(0, 1) for part in z.split(rows))
@@ -137,8 +138,8 @@ def _screen_of(ffn: nn.Module, z: Tensor, num_own: int) -> tuple[Screen, float, 
     candidates = (~(kinds[0][0] <= limits)).float().mean()
     blocks = -(-num_own // FEW_ROWS)
     limits = F.pad(limits, (0, blocks * FEW_ROWS - num_own), value=-torch.inf)
-    limits[len(weights[0]) :] = torch.inf  # of the last row block: of the map, or no neurons
-    screen = Screen(screen_copy(weights[0][: blocks * FEW_ROWS]), limits, num_own)
+    limits[of_gate.N :] = torch.inf  # of the last row block: of the map, or no neurons
+    screen = Screen(screen_copy(of_gate.values[: blocks * FEW_ROWS]), limits, num_own)
     return screen, lost.item(), candidates.item()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from twellctl.bundle import twell_spec as spec
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_plan import Limits, ceil_div
-from twellctl.bundle.twell_weights import FFN
+from twellctl.bundle.twell_weights import FFN, Weight
 from twellctl.decoding.attention import AttendLayer, Rotary
 from twellctl.decoding.families import Norms, Scales
 from twellctl.decoding.screened import Screen
@@ -21,22 +21,13 @@ _THREADS = 32 * (spec.STEP_WARPS + 1)  # a warp asks for weights
 
 
 @dataclass(frozen=True)
-class Linear:
-    """`weight` `[N, K]`, `bias` `[N]` or None; of an e4m3 weight its `scale`, float32 `[N]`."""
-
-    weight: Tensor
-    bias: Tensor | None
-    scale: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class DecoderLayer:
     """One decoder layer as the kernels take it."""
 
     norms: Norms
-    qkv: Linear
+    qkv: Weight
     attend: AttendLayer
-    out: Linear
+    out: Weight
     ffn: FFN
     q_k_norms: tuple[Tensor, Tensor] | None = None  # over all heads of each together
 
@@ -152,17 +143,27 @@ class WholeStep:
 
 
 def _words_of(layer: DecoderLayer, screen: Screen | None, num_own: int) -> list[int]:
-    """kernels/decode/step_shared.cuh: LayerOf, and of e4m3 weights ScaledLayer."""
+    """kernels/decode/step_shared.cuh: LayerOf, and of rounded weights ScaledLayer."""
     ffn, attend, norms = layer.ffn, layer.attend, layer.norms
-    if not (ffn.w_gate.is_contiguous() and ffn.w_up.is_contiguous() and ffn.w_down.is_contiguous()):
+    rows = ffn.gate.values, ffn.up.values, ffn.by_neurons
+    if not all(weight.is_contiguous() for weight in rows):
         raise ValueError("the kernel of a whole step takes weights by rows of neurons")
     tensors = (
-        *(norms.attention, layer.qkv.weight, layer.qkv.bias, layer.out.weight, layer.out.bias),
-        *(norms.ffn, ffn.w_gate, ffn.w_up, ffn.w_down, ffn.b_gate, ffn.b_up, ffn.b_down),
-        *(attend.keys, attend.values, attend.q_norm, attend.k_norm),
+        norms.attention,
+        layer.qkv.values,
+        layer.qkv.bias,
+        layer.out.values,
+        layer.out.bias,
+        norms.ffn,
+        *rows,
+        *(weight.bias for weight in ffn.weights),
+        attend.keys,
+        attend.values,
+        attend.q_norm,
+        attend.k_norm,
     )
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    scales = (layer.qkv.scale, layer.out.scale, ffn.s_gate, ffn.s_up, ffn.s_down)
-    told = [scale.data_ptr() for scale in scales if scale is not None]
+    weights = (layer.qkv, layer.out, *ffn.weights)
+    scales = [weight.scales.data_ptr() for weight in weights if weight.scales is not None]
     screened = [0, 0] if screen is None else [screen.copy.data_ptr(), screen.limits.data_ptr()]
-    return [*pointers, *screened, num_own << 32 | (attend.window or 0), *told]
+    return [*pointers, *screened, num_own << 32 | (attend.window or 0), *scales]

@@ -13,6 +13,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from twellctl.bundle.twell_weights import FFN, plain_weight
+
 BIAS_STD = 0.05
 FULL = 8.0  # standard deviations: every neuron of every row fires
 
@@ -28,6 +30,12 @@ class FfnWeights:
     down: Tensor
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+
+    @property
+    def ffn(self) -> FFN:
+        """As the kernels take it, views."""
+        gate, up = plain_weight(self.gate_up, self.gate_up_bias).chunk(2)
+        return FFN(gate, up, plain_weight(self.down, self.down_bias))
 
     @property
     def split(self) -> tuple[Tensor | None, ...]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_model import weights_of_gate_and_up
+from twellctl.bundle.twell_model import weights_of
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,8 @@ class GatedFfn:
     @classmethod
     def of(cls, ffn: nn.Module) -> "GatedFfn":
         """The weights of a stock module, packed or separate."""
-        (gate, gate_bias, _), (up, up_bias, _) = weights_of_gate_and_up(ffn)
-        down = ffn.down_proj
-        return cls(gate, up, down.weight, gate_bias, up_bias, down.bias)
+        gate, up, down = weights_of(ffn).weights
+        return cls(gate.values, up.values, down.values, gate.bias, up.bias, down.bias)
 
     def named(self, ffn: nn.Module) -> dict[str, Tensor]:
         """The tensors under the names that the stock module `ffn` has for them."""

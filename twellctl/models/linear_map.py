@@ -11,8 +11,8 @@ from twellctl.models.loading import opened
 
 def own_neurons(ffn: nn.Module) -> int:
     """How many of its neurons have gates of their own: all but those of a map."""
-    parts = [part for part in weights_of_gate_and_up(ffn)[0] if part is not None]
-    return len(parts[0]) - num_mapped(*parts)
+    gate, _ = weights_of_gate_and_up(ffn)
+    return gate.N - num_mapped(*gate.tensors)
 
 
 def num_mapped(gate: Tensor, *others: Tensor) -> int:

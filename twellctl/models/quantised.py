@@ -4,37 +4,24 @@ All linear layers are rounded but the LM head, which like embeddings and norms s
 is stored is in schemes.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from twellctl.bundle.twell_config import WEIGHT_SCALE
-from twellctl.bundle.twell_fp8 import round_weight
-from twellctl.bundle.twell_fp8_linear import Fp8Linear, put_in_fp8, with_own_layers
+from twellctl.bundle.twell_dense import rounded_weight
+from twellctl.bundle.twell_rounded_linear import (
+    RoundedLinear,
+    put_rounded_layers,
+    with_own_layers,
+)
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.schemes import SCHEMES, Scheme
 
 _WEIGHT = ".weight"
-
-
-@dataclass(frozen=True)
-class _Rounding:
-    """Of a scheme: `round_weight` makes values and a scale a row of a weight `[N, K]`.
-
-    `layer` is the class that holds both; `put_layers(model, kept)` changes plain layers for it.
-    """
-
-    round_weight: Callable[[Tensor], tuple[Tensor, Tensor]]
-    layer: type[nn.Module]
-    put_layers: Callable[[nn.Module, list[str]], None]
-
-
-_ROUNDING = {"fp8": _Rounding(round_weight, Fp8Linear, put_in_fp8)}
-_LAYERS = tuple(rounding.layer for rounding in _ROUNDING.values())
 
 
 def config_with_own_layers(checkpoint: Checkpoint, config: PretrainedConfig) -> PretrainedConfig:
@@ -72,14 +59,14 @@ def rounded_layers(checkpoint: Checkpoint, model: PreTrainedModel) -> frozenset[
 @torch.no_grad()
 def round_model(model: PreTrainedModel, scheme: Scheme = SCHEMES["fp8"]) -> None:
     """Replace the linear layers of a model in memory by rounded ones, as an export has them."""
-    rounding, kept = _ROUNDING[scheme.name], kept_layers(model)
+    kept = kept_layers(model)
     old = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in kept}
-    rounding.put_layers(model, kept)
+    put_rounded_layers(model, scheme.kind, kept)
     for name, linear in old.items():
         new = model.get_submodule(name)
-        values, scale = rounding.round_weight(linear.weight)
-        new.weight.copy_(values)
-        new.weight_scale.copy_(scale)
+        rounded = rounded_weight(scheme.kind, linear.weight)
+        new.weight.copy_(rounded.values)
+        new.weight_scale.copy_(rounded.scales)
         if linear.bias is not None:
             new.bias.copy_(linear.bias)
 
@@ -87,7 +74,7 @@ def round_model(model: PreTrainedModel, scheme: Scheme = SCHEMES["fp8"]) -> None
 @torch.no_grad()
 def expand_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Replace quantised layers in memory by plain ones of the same weights, rounded to `dtype`."""
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, _LAYERS)]
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RoundedLinear)]
     for name, layer in layers:
         plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         weight = (layer.weight.float() * layer.weight_scale).to(dtype)
@@ -105,6 +92,6 @@ def round_tensors(
         if layer == name or layer not in layers:
             yield name, tensor
             continue
-        values, scale = _ROUNDING[scheme.name].round_weight(tensor)
-        yield name, values
-        yield layer + WEIGHT_SCALE, scale
+        rounded = rounded_weight(scheme.kind, tensor)
+        yield name, rounded.values
+        yield layer + WEIGHT_SCALE, rounded.scales

@@ -3,7 +3,6 @@
 One row of `SCHEMES` for each. How weights are rounded to a scheme is in quantised.py.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +14,20 @@ class Scheme:
     """One way to store weights.
 
     `name` is what `export --quantize` takes, `title` what people read, and `numbers` says what is
-    rounded to what. `dtype` is that of the weights as safetensors spells it. `quantization_config`
-    makes that block of config.json from the names of the layers that stay as they are; `is_scheme`
-    recognises the config.json of an export. `package` is what the stock class needs to load it.
+    rounded to what. `kind` is that of the weights in the bundle (twell_spec.KINDS), `dtype` their
+    type as safetensors spells it. `package` is what the stock class needs to load it.
     """
 
     name: str
     title: str
     numbers: str
+    kind: str
     dtype: str
     package: str
-    quantization_config: Callable[[list[str]], dict[str, Any]]
-    is_scheme: Callable[[dict[str, Any]], bool]
+
+    def quantization_config(self, kept: list[str]) -> dict[str, Any]:
+        """That block of config.json; `kept` are the layers that stay as they are."""
+        return twell_config.quantization_config(self.kind, kept)
 
 
 SCHEMES = {
@@ -37,10 +38,9 @@ SCHEMES = {
             title="FP8",
             numbers="weights in e4m3 with one scale per row, inputs rounded to e4m3 with one scale "
             "per token",
+            kind="e4m3",
             dtype="F8_E4M3",
             package="compressed-tensors",
-            quantization_config=twell_config.quantization_config,
-            is_scheme=twell_config.is_fp8,
         ),
     )
 }
@@ -48,7 +48,8 @@ SCHEMES = {
 
 def scheme_of(config: dict[str, Any]) -> Scheme | None:
     """The scheme of an export with this config.json; None if its weights are not quantised."""
-    return next((scheme for scheme in SCHEMES.values() if scheme.is_scheme(config)), None)
+    kind = twell_config.rounded_kind(config)
+    return next((scheme for scheme in SCHEMES.values() if scheme.kind == kind), None)
 
 
 def title_of(name: str | None) -> str:

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from twellctl.bundle.twell_ffn import sparse_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_train import define_operators
+from twellctl.bundle.twell_weights import FFN, plain_weight
 from twellctl.here.own_kernels import own_kernels
 from twellctl.vllm.routes import Layer
 
@@ -65,10 +66,11 @@ class TwellFFN(nn.Module):
 
     def compute(self, x: Tensor, values: Tensor | None, scales: Tensor | None) -> Tensor:
         """What this rank adds to y; `values`, `scales` as `rounded` gave them."""
-        gate_up, down = self.gate_up_proj, self.down_proj
-        biases = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
+        gate_up = plain_weight(self.gate_up_proj.weight, self.gate_up_proj.bias)
+        down = plain_weight(self.down_proj.weight, self._b_down)
         return sparse_ffn(
-            *(x, *gate_up.weight.chunk(2), down.weight, *biases, self._b_down),
+            x,
+            FFN(*gate_up.chunk(2), down),
             tile=self.tile,
             slots=self.slots,
             density=self.density,

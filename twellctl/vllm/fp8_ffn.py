@@ -19,10 +19,11 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 )
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
-from twellctl.bundle.twell_ffn import fp8_ffn_beside
+from twellctl.bundle.twell_e4m3 import DTYPE
+from twellctl.bundle.twell_ffn import sparse_ffn_of_engine
 from twellctl.bundle.twell_format import keep_fired
-from twellctl.bundle.twell_fp8 import E4M3, Fp8Weight
 from twellctl.bundle.twell_ways import Way
+from twellctl.bundle.twell_weights import FFN, Weight
 from twellctl.here.own_kernels import own_kernels
 from twellctl.vllm.ffn import StockThen, TwellFFN
 from twellctl.vllm.routes import engines_way
@@ -46,9 +47,10 @@ class TwellFp8FFN(TwellFFN):
         if self.turned is None:
             return self._densely(x, values, scales)
         gate_up, down = self.weights
-        return fp8_ffn_beside(
+        return sparse_ffn_of_engine(
             self.dense_way(x, values, scales),
-            *(x, *gate_up.chunk(2), down, self.turned),
+            x,
+            FFN(*gate_up.chunk(2), down, self.turned),
             slots=self.slots,
             tile=self.tile,
             sources=own_kernels(),
@@ -64,12 +66,12 @@ class TwellFp8FFN(TwellFFN):
         return run(*x, self.gate_up_proj, self.down_proj, self._b_down)
 
     @property
-    def weights(self) -> tuple[Fp8Weight, Fp8Weight]:
+    def weights(self) -> tuple[Weight, Weight]:
         """Of gate and up, `[2N, K]`, and of down, `[K, N]`: views of what vLLM holds."""
         gate_up, down = self.gate_up_proj, self.down_proj
         return (
-            Fp8Weight(gate_up.weight.t(), gate_up.weight_scale, gate_up.bias),
-            Fp8Weight(down.weight.t(), down.weight_scale, self._b_down),
+            Weight("e4m3", gate_up.weight.t(), gate_up.weight_scale, gate_up.bias),
+            Weight("e4m3", down.weight.t(), down.weight_scale, self._b_down),
         )
 
     def why_not_read(self) -> str | None:
@@ -80,7 +82,7 @@ class TwellFp8FFN(TwellFFN):
         K, N = self.layer.K, self.layer.N
         for linear, rows, columns in ((self.gate_up_proj, 2 * N, K), (self.down_proj, K, N)):
             held, scale = linear.weight, getattr(linear, "weight_scale", None)
-            as_stored = held.dtype == E4M3 and held.shape == (columns, rows)
+            as_stored = held.dtype == DTYPE and held.shape == (columns, rows)
             scaled = scale is not None and scale.dtype == torch.float32 and scale.numel() == rows
             if not (as_stored and scaled and held.t().is_contiguous()):
                 return "vLLM holds these weights in a layout of its own (--linear-backend?)"

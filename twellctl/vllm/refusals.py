@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from twellctl.bundle.twell_config import check_twell, is_fp8, is_silu_form
+from twellctl.bundle.twell_config import check_twell, is_silu_form, rounded_kind
 from twellctl.errors import TwellError
 from twellctl.models.in_vllm import DENSELY
 
@@ -37,18 +37,18 @@ def check_served(model: str, config: Any, *, quantized: bool, lora: bool) -> Non
             f"{model}: its config.json is not that of a ReLU model written as SiLU: export it again"
         )
     stored = getattr(config, "quantization_config", None)
-    in_fp8 = stored is not None and is_fp8(vars(config) | {"quantization_config": _as_read(stored)})
-    if stored and not in_fp8:
+    as_read = vars(config) | {"quantization_config": _as_read(stored)}
+    is_rounded = rounded_kind(as_read) is not None
+    if stored and not is_rounded:
         raise TwellError(
-            f"{model}: in config.json quantization_config is not that of an FP8 export: export it "
-            "again"
+            f"{model}: in config.json quantization_config is not that of an export: export it again"
         )
     if "densities" not in twell:
         raise TwellError(
             f"{model}: its config.json holds no profile, from which routes come: export it with "
             f"--profile (see twellctl profile), {densely}"
         )
-    if quantized and not in_fp8:
+    if quantized and not is_rounded:
         raise TwellError(f"{model}: it was exported in bf16: drop --quantization, {densely}")
     if lora:
         raise TwellError(f"{model}: exports do not support adapters: drop --enable-lora, {densely}")

@@ -13,11 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twellctl.bundle.twell_ffn import fp8_ffn_beside, known_choices, reasons_said, sparse_ffn
-from twellctl.bundle.twell_fp8 import Fp8Weight, round_weight
+from twellctl.bundle.twell_dense import rounded_weight
+from twellctl.bundle.twell_ffn import (
+    known_choices,
+    reasons_said,
+    sparse_ffn,
+    sparse_ffn_of_engine,
+)
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_route import density_bucket, requested, token_bucket
 from twellctl.bundle.twell_ways import WAYS, Way
+from twellctl.bundle.twell_weights import FFN, plain_weight
 from twellctl.firing.synthetic import make_rows, make_weights
 
 ENGINES = "vllm"  # the way that goes through the linear layers of the engine
@@ -124,21 +130,22 @@ def _run(
     w_gate, w_up, w_down, b_gate, b_up, b_down = made.split
     in_gate, in_down = layer.biases
     biases = (b_gate if in_gate else None, b_up if in_gate else None, b_down if in_down else None)
+    pairs = zip((w_gate, w_up, w_down), biases, strict=True)
     if dense is None:
-        tensors = w_gate, w_up, by_rows_of_neurons(w_down), *biases
+        gate, up, down = (plain_weight(*pair) for pair in pairs)
+        ffn = FFN(gate, up, replace(down, values=by_rows_of_neurons(w_down)))
         run = sparse_ffn
     else:
-        pairs = zip((w_gate, w_up, w_down), biases, strict=True)
-        in_fp8 = [Fp8Weight(*round_weight(weight), bias) for weight, bias in pairs]
-        tensors = *in_fp8, in_fp8[-1].values.t().contiguous()
+        gate, up, down = (rounded_weight("e4m3", *pair) for pair in pairs)
+        ffn = FFN(gate, up, down, down.values.t().contiguous())
 
-        def run(x: Tensor, *tensors: Fp8Weight | Tensor, **numbers: Any) -> Tensor:
-            return fp8_ffn_beside(dense(x), x, *tensors, **numbers)
+        def run(x: Tensor, ffn: FFN, **numbers: Any) -> Tensor:
+            return sparse_ffn_of_engine(dense(x), x, ffn, **numbers)
 
     x = make_rows(max(counts), layer.K, dtype=dtype, generator=generator)
     numbers = {"tile": layer.tile, "slots": layer.slots, "density": layer.density}
     for count in counts:
-        run(x[:count], *tensors, **numbers, sources=sources)
+        run(x[:count], ffn, **numbers, sources=sources)
 
 
 def _measured(layers: Sequence[Layer], graphs: bool, in_fp8: bool, most: int) -> Settled:

@@ -1,4 +1,4 @@
-"""FP8 linear layers and gated FFNs in plain torch: the judge of every FP8 kernel.
+"""Weights in e4m3 in plain torch: rounding, and products that round their inputs, too.
 
 A weight is e4m3 with a scale for each row. An input is rounded to e4m3 as it comes, with a scale
 for each row (token), or stays as it is:
@@ -12,63 +12,37 @@ The products are of the rounded values, exact, and added up in float32; scales a
 the sum, in float32; y is rounded once, to the dtype of x. A row with NaN or infinity gives NaN.
 
 On GPUs with FP8 tensor cores `torch._scaled_mm` computes the first form. Their sums hold some 14
-bits, so its results lie up to 2^-7 of the largest from these. These layers are for inference: they
-have no gradients.
+bits, so its results lie up to 2^-7 of the largest from these. These products are for inference:
+they have no gradients.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .twell_cache import say_once
-from .twell_format import keep_fired
 from .twell_launch import device_limits
-from .twell_weights import FFN
+from .twell_weights import Weight
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max  # 448
+DTYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(DTYPE).max  # 448
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a row of zeros, too
-
-
-@dataclass(frozen=True)
-class Fp8Weight:
-    """A weight by rows: `values` e4m3 `[N, K]`, `scale` float32 `[N, 1]`; and the bias `[N]`."""
-
-    values: Tensor
-    scale: Tensor
-    bias: Tensor | None = None
-
-    def chunk(self, count: int) -> list["Fp8Weight"]:
-        """`count` weights of equally many rows, as views."""
-        biases = [None] * count if self.bias is None else self.bias.chunk(count)
-        parts = zip(self.values.chunk(count), self.scale.chunk(count), biases, strict=True)
-        return [Fp8Weight(*part) for part in parts]
-
-
-def fp8_weights(ffn: FFN) -> Iterator[Fp8Weight]:
-    """Gate, up and down of an FFN with e4m3 weights, as `fp8_ffn` takes them."""
-    values = ffn.w_gate, ffn.w_up, ffn.w_down.t()
-    scales = ffn.s_gate, ffn.s_up, ffn.s_down
-    biases = ffn.b_gate, ffn.b_up, ffn.b_down
-    for w, scale, bias in zip(values, scales, biases, strict=True):
-        yield Fp8Weight(w, scale[:, None], bias)
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(e4m3 of the shape of x, float32 scales `[..., 1]`) of a finite x `[..., K]`."""
     x = x.float()
     scale = _scale_of(x)
-    return (x / scale).to(E4M3), scale
+    return (x / scale).to(DTYPE), scale
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The same of a weight `[N, K]`, with scales that bf16 holds: some readers keep them so."""
     weight = weight.float()
     scale = _scale_of(weight).bfloat16().float()
-    return (weight / scale).to(E4M3), scale  # at most 449.75, which is 448
+    return (weight / scale).to(DTYPE), scale  # at most 449.75, which is 448
 
 
 def _scale_of(x: Tensor) -> Tensor:
@@ -76,25 +50,7 @@ def _scale_of(x: Tensor) -> Tensor:
     return (x.abs().amax(-1, keepdim=True) * (1 / LARGEST)).clamp_min(_SMALLEST_SCALE)
 
 
-def fp8_linear(x: Tensor, weight: Fp8Weight, *, round_inputs: bool = True) -> Tensor:
-    """`[..., K]` to `[..., N]`, in the dtype of x. `round_inputs`: which of the two forms."""
-    y = fp8_products(x.reshape(-1, x.shape[-1]), round_inputs)(weight)
-    return y.view(*x.shape[:-1], y.shape[-1])
-
-
-def fp8_ffn(
-    x: Tensor, gate: Fp8Weight, up: Fp8Weight, down: Fp8Weight, *, round_inputs: bool = True
-) -> Tensor:
-    """`down(relu(gate(x)) * up(x))`, `[..., K]` to `[..., K]`, of `gate`, `up` `[N, K]`, `down`.
-
-    gate, up and their product h are rounded to the dtype of x; `round_inputs` is for x and h.
-    """
-    of_x = fp8_products(x.reshape(-1, x.shape[-1]), round_inputs)
-    hidden = keep_fired(of_x(gate)) * of_x(up)
-    return fp8_products(hidden, round_inputs)(down).view(x.shape)
-
-
-def fp8_products(rows: Tensor, round_inputs: bool = True) -> Callable[[Fp8Weight], Tensor]:
+def products(rows: Tensor, round_inputs: bool) -> Callable[[Weight], Tensor]:
     """What multiplies `rows` `[M, K]`, rounded once, by a weight: `[M, N]` in their dtype."""
     if not round_inputs:
         return lambda weight: _judge(rows, None, weight).to(rows.dtype)
@@ -102,34 +58,36 @@ def fp8_products(rows: Tensor, round_inputs: bool = True) -> Callable[[Fp8Weight
     return lambda weight: _rounded_product(values, scale, weight, rows.dtype)
 
 
-def _rounded_product(
-    values: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype
-) -> Tensor:
+def _rounded_product(values: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
     """The first form, of rows that `round_rows` rounded, `[M, K]` to `[M, N]` of `dtype`."""
     if values.is_cuda and values.numel():
         said = _why_not_scaled_mm(values.device.index, *weight.values.shape, str(dtype))
         if said is None:
-            after = weight.bias is not None and _adds_biases_after(values.device.index)
-            y = torch._scaled_mm(
-                values.contiguous(),
-                weight.values.contiguous().t(),
-                scale_a=scale,
-                scale_b=weight.scale.t(),
-                bias=None if after else weight.bias,
-                out_dtype=torch.float32 if after else dtype,
-                use_fast_accum=True,
-            )
-            return y.add_(weight.bias).to(dtype) if after else y
+            return _scaled_mm(values, scale, weight, dtype)
     return _judge(values, scale, weight).to(dtype)
 
 
-def _judge(values: Tensor, scale: Tensor | None, weight: Fp8Weight) -> Tensor:
+def _scaled_mm(values: Tensor, scale: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+    after = weight.bias is not None and _adds_biases_after(values.device.index)
+    y = torch._scaled_mm(
+        values.contiguous(),
+        weight.values.contiguous().t(),
+        scale_a=scale,
+        scale_b=weight.scales.t(),
+        bias=None if after else weight.bias,
+        out_dtype=torch.float32 if after else dtype,
+        use_fast_accum=True,
+    )
+    return y.add_(weight.bias).to(dtype) if after else y
+
+
+def _judge(values: Tensor, scale: Tensor | None, weight: Weight) -> Tensor:
     """float32 `[M, N]` by the head of this module, on any device; `scale` None: no rounded x."""
     with torch.autocast(values.device.type, enabled=False):
         y = F.linear(values.float(), weight.values.float())
     if scale is not None:
         y *= scale
-    y *= weight.scale.t()
+    y *= weight.scales.t()
     return y if weight.bias is None else y.add_(weight.bias)
 
 
