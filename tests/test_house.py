@@ -120,7 +120,6 @@ def test_braces_that_do_not_match_are_an_error(broken):
         list(cuda_functions(broken))
 
 
-@pytest.mark.xfail(strict=False, reason="finetune's training is still being taken apart")
 def test_no_python_function_is_long():
     long = [
         f"{path.relative_to(ROOT)}: {name} has {lines} lines"

@@ -215,3 +215,22 @@ def test_only_commands_know_benches_and_screens():
             assert not [
                 name for name in found for up in upward if f"{name}.".startswith(f"{up}.")
             ], file
+
+
+TRAINING = {"twell_train", "twell_training", "twell_grad_plan"}  # kernels for the backward pass
+DOORS = {"bundle/twell_ffn.py", "bundle/twell_model.py", "training/sparsity.py"}
+
+
+@pytest.mark.xfail(
+    strict=False, reason="twell_reasons asks for a limit of tokens, and vLLM for define_operators"
+)
+def test_the_kernels_for_training_have_one_door():
+    """A model in the bundle opens it, and fine-tuning what it trains; nothing else knows it."""
+    package, importers = ROOT / "twellctl", set()
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                words = {*(node.module or "").split("."), *(name.name for name in node.names)}
+                if words & TRAINING and file.stem not in TRAINING:
+                    importers.add(file.relative_to(package).as_posix())
+    assert importers == DOORS

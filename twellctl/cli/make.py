@@ -23,6 +23,11 @@ Prompts = Annotated[
         "question, or with messages that end with a user's.",
     ),
 ]
+ReluModel = Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")]
+DryFit = Annotated[
+    bool, typer.Option("--dry-run", help="Only estimate the time and memory of a fit.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only estimate time, memory and disk.")]
 RecipeName = Annotated[
     str | None, typer.Option(help="A YAML file of settings, or the name of a shipped recipe.")
 ]
@@ -57,9 +62,7 @@ def convert(
     out: Out,
     revision: Revision = None,
     overwrite: Overwrite = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only estimate the time and memory of a fit.")
-    ] = False,
+    dry_run: DryFit = False,
     flags: Annotated[dict, Fit],
 ) -> None:
     """Convert a model with SiLU or GELU gates to ReLU.
@@ -143,14 +146,12 @@ def write(
 
 def finetune(
     *,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
+    model: ReluModel,
     out: Out,
     recipe: RecipeName = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only estimate time, memory and disk.")
-    ] = False,
+    dry_run: DryRun = False,
     target_sparsity: Annotated[float | None, typer.Option(hidden=True)] = None,  # 1 - density
     flags: Annotated[dict, Recipe],
 ) -> None:
@@ -197,7 +198,7 @@ def _try_out(model: str, settings: Recipe) -> None:
 
 
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")],
+    model: ReluModel,
     out: Out,
     profile: ProfileFile = None,
     evaluation: EvaluationFile = None,
