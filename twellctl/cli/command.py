@@ -117,7 +117,8 @@ def command(
 def _with_options(function: Callable[..., None], is_long: bool) -> Callable[..., None]:
     """`function` with --quiet, and with an option for each setting of KIND where its parameters
     have `flags: Annotated[dict, KIND]`; if one is `data`, more files may follow it."""
-    own, parameters = inspect.signature(function).parameters, []
+    own = inspect.signature(function).parameters
+    parameters: list[inspect.Parameter] = []
     settings = options_of(get_args(own["flags"].annotation)[1]) if "flags" in own else {}
     for name, parameter in own.items():
         parameters += settings.values() if name == "flags" else [parameter]

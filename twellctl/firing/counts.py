@@ -38,7 +38,8 @@ def fired_meter(model: nn.Module, count: Count, look: Look | None = None) -> Ite
         count(i, gate.flatten(0, -2), active.detach().flatten(0, -2))
 
     def look_at(i: int, module: nn.Module, inputs: tuple[Tensor]) -> None:
-        look(i, inputs[0])
+        if look is not None:
+            look(i, inputs[0])
 
     with contextlib.ExitStack() as hooks:
         for i, ffn in enumerate(gated_ffns(model)):

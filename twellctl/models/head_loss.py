@@ -113,7 +113,7 @@ class _Call:
     def __init__(self, student, targets, teacher, wanted, teacher_weight):
         self.student, self.targets = student, targets
         self.teacher, self.wanted, self.teacher_weight = teacher, wanted, teacher_weight
-        self.parts: tuple[Tensor, Tensor] | None = None
+        self.parts: tuple[Tensor, ...] = ()  # cross-entropy and KL
         self._weights: dict[HeadLoss, tuple[Tensor, Tensor | None]] = {}
 
     def logits(self, head: HeadLoss, states: Tensor) -> Tensor:

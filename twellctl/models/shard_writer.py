@@ -18,7 +18,8 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> tuple[s
 
     Returns the names of the files. `OSError` for a full disk.
     """
-    parts, num_bytes = [], 0
+    parts: list[list[str]] = []
+    num_bytes = 0
     for part in _parts(tensors):
         save_tensors(part, folder / _part_name(len(parts)))
         parts.append(list(part))

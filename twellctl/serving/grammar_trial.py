@@ -21,14 +21,19 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     how = json.loads(sys.stdin.readline())
     known = LLTokenizer(how["tokenizer"], n_vocab=how["vocab_size"], eos_token=how["ends"])
-    print(json.dumps(""), flush=True)
+    _answer("")
     _limit(resource.RLIMIT_AS, _size() + how["bytes"])
     for line in sys.stdin:
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + how["seconds"])
         matcher = LLMatcher(known, json.loads(line), log_level=0)
         matcher.compute_bitmask()
         error = " ".join(matcher.get_error().split())
-        print(json.dumps(error[:_LONGEST]), flush=True)
+        _answer(error[:_LONGEST])
+
+
+def _answer(error: str) -> None:
+    sys.stdout.write(json.dumps(error) + "\n")
+    sys.stdout.flush()
 
 
 def _limit(kind: int, most: int) -> None:

@@ -130,7 +130,8 @@ def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
     """The work of a completion request: `n` choices for each of its prompts. Raises `ApiError`."""
     options = request.options
     _check(model, options, len(request.prompts))
-    tasks, prompt_tokens = [], 0
+    tasks: list[Task] = []
+    prompt_tokens = 0
     for given in request.prompts:
         prompt = _encoded(model, given, encode_text, "prompt") if isinstance(given, str) else given
         budget = _budget(model.engine, prompt, options.max_tokens, COMPLETION_TOKENS, "prompt")

@@ -106,7 +106,7 @@ def write_tokens(stream: Iterable[np.ndarray], path: Path, limit: int | None = N
 
 def read_blocks(path: Path, seq_len: int) -> np.ndarray:
     """The blocks `[num_blocks, seq_len]` of a token file, mapped, not loaded."""
-    tokens = np.memmap(path, dtype=np.int32, mode="r")
+    tokens: np.ndarray = np.memmap(path, dtype=np.int32, mode="r")
     count = len(tokens) // seq_len
     return tokens[: count * seq_len].reshape(count, seq_len)
 
@@ -129,7 +129,7 @@ def hold_out(num_blocks: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     wanted = round(num_blocks * fraction)
     if fraction > 0 and not wanted:
         wanted = min(1, num_blocks - 1)
-    held = np.zeros(num_blocks, dtype=bool)
+    held: np.ndarray = np.zeros(num_blocks, dtype=bool)
     stripes = min(8, wanted)
     for stripe in range(stripes):
         length = wanted * (stripe + 1) // stripes - wanted * stripe // stripes

@@ -63,8 +63,8 @@ def read_prompts(path: str | Path) -> list[list[dict[str, str]]]:
 
 
 def _asked(row: Any, where: str) -> list[dict[str, str]]:
-    keys = ("messages", *dict.fromkeys(question for question, _, _ in PAIRS))
-    keys = [key for key in keys if isinstance(row, dict) and key in row]
+    known = ("messages", *dict.fromkeys(question for question, _, _ in PAIRS))
+    keys = [key for key in known if isinstance(row, dict) and key in row]
     if not keys:
         raise TwellError(f"{where} must have a prompt, an instruction, a question or messages")
     if {"messages", "prompt"} <= {*keys}:

@@ -97,9 +97,10 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     made["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
     if isinstance(content := made.get("content"), list):
         texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        if not all(isinstance(text, str) for text in texts):
+        plain = [text for text in texts if isinstance(text, str)]
+        if len(plain) < len(texts):
             raise TwellError(f"{where}: a message holds more than text: leave out this row")
-        made["content"] = "".join(texts)
+        made["content"] = "".join(plain)
     return made
 
 

@@ -222,7 +222,8 @@ def _with_lora(model: PreTrainedModel, recipe: Recipe) -> Any:
     from peft import LoraConfig, get_peft_model
 
     inside_ffn = {id(module) for ffn in gated_ffns(model) for module in ffn.modules()}
-    ffn_linears, others = set(), set()
+    ffn_linears: set[str] = set()
+    others: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and ".layers." in name:
             (ffn_linears if id(module) in inside_ffn else others).add(name.rpartition(".")[2])

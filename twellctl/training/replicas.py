@@ -29,7 +29,8 @@ class Replicas:
         self._small = [p for p in trained if p.numel() < SMALL]
         self._large = [p for p in reversed(trained) if p.numel() >= SMALL]
         self._owners = {p: owners[p] for p in self._large if p in owners}
-        self._sends, self._complete = False, set()
+        self._sends = False
+        self._complete: set[nn.Parameter] = set()
         self._sent: list[Callable[[], None]] = []  # of the first of the large ones
         for p in self._large:
             p.register_post_accumulate_grad_hook(self._note)

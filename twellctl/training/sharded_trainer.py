@@ -85,7 +85,7 @@ class ShardedTrainer(SparseTrainer):
 
     def _complete_checkpoint(self, wait: bool) -> None:
         """Once the checkpoint that was begun is written it counts."""
-        if self._writer.ended(wait):
+        if self._writer.ended(wait) and self._unfinished is not None:
             folder, state = self._unfinished
 
             def complete() -> None:

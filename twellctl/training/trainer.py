@@ -101,7 +101,7 @@ class SparseTrainer(Trainer):
         self.replicas = Replicas(self.model, self.muon.owners()) if several else None
         self._sums: list[Tensor] = []
         self._norm: Tensor = torch.tensor(math.nan)  # of the last step's gradients
-        self._checked: tuple[list[str], Tensor] | None = None
+        self._checked: tuple[list[str], Tensor] = [], torch.full([1], -1.0)
         self._counted: tuple[int, list[int], Tensor] | None = None
 
     def tell_first(self, callback: TrainerCallback) -> None:
@@ -225,8 +225,10 @@ class SparseTrainer(Trainer):
         names, odd = self._checked
         summed = torch.cat([means, odd, means.new_tensor([float(interrupted)])])
         self._sums.clear()
-        *means, odd, stop = self.accelerator.reduce(summed, reduction="mean").tolist()
-        self.report = StepReport(*means[:2], density_by_layer=means[2:], l1=self.schedule.l1)
+        cross_entropy, teacher_kl, *densities, odd, stop = self.accelerator.reduce(
+            summed, reduction="mean"
+        ).tolist()
+        self.report = StepReport(cross_entropy, teacher_kl, densities, self.schedule.l1)
         if not math.isfinite(self.report.cross_entropy):
             raise TwellError(
                 f"the loss became {self.report.cross_entropy} at step {self.state.global_step}: "
