@@ -1,5 +1,6 @@
 """What a model's answer is taken for: thinking, blocks of code, numbers; and the programs of it."""
 
+import asyncio
 import os
 import random
 
@@ -15,6 +16,8 @@ from twellctl.evaluation.written import (
     final_answer,
     leaves_thinking_open,
 )
+from twellctl.serving.completion import Piece
+from twellctl.serving.tools import with_calls
 
 on_linux = pytest.mark.skipif(
     limited.guards().why_not is not None, reason="programs cannot be limited here"
@@ -482,3 +485,44 @@ def test_an_answer_is_judged_alike_in_every_dress():
         answer, is_right = dressed(draw)
         source = programs.program(SUM.prompt, SUM.entry_point, SUM.tests, answer)
         assert passes(source) == is_right, f"{answer}\n=====\n{source}"
+
+
+# ---- calls of tools
+
+
+def call(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+DRAFT = f"<think>{call('rm')}</think>"
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "said"),
+    [
+        (call("f"), ["f"], ""),
+        (f"So.\n{call('f')}\n{call('g')}", ["f", "g"], "So."),
+        (f"{call('f')[:-12]}{call('g')}", ["f", "g"], ""),  # the first one is not closed
+        (f"<tool_call> is a mark. {call('f')}", ["f"], "<tool_call> is a mark."),
+        (call("f", '{"a": "x </tool_call> y"}'), ["f"], ""),
+        (call("f", '{"a": "x\n= 1"}'), ["f"], ""),  # a line end in a text
+        (f"{DRAFT}{call('f')}", ["f"], DRAFT),
+        (f"<think>\n{call('rm')}", [], f"<think>\n{call('rm')}"),  # thinking that was cut
+        (f"<tool_call> it is.\n</think>\n{call('f')}", ["f"], "<tool_call> it is.\n</think>"),
+        ("<tool_call>[]", [], "<tool_call>[]"),
+        ("a <tool", [], "a <tool"),
+    ],
+)
+def test_calls_of_tools_follow_thinking(text, names, said):
+    async def pieces():
+        for letter in text:
+            yield Piece(letter, 1)
+        yield Piece("", 0, finish_reason="stop")
+
+    async def read() -> list[Piece]:
+        return [piece async for piece in with_calls(pieces())]
+
+    found = asyncio.run(read())
+    assert [one.name for one in found[-1].calls] == names
+    assert "".join(piece.text for piece in found).rstrip() == said.rstrip()
+    assert found[-1].finish_reason == ("tool_calls" if names else "stop")

@@ -8,19 +8,19 @@ No HTTP, no torch.
 """
 
 import json
-import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from twellctl.evaluation.written import final_answer
 from twellctl.serving.completion import Call, Piece
 from twellctl.serving.guides import GRAMMAR, Grammar, json_rule, parse_schema
 from twellctl.serving.request_fields import check_text, invalid, refuse_keys, unsupported
 from twellctl.text.tokens import overlap
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_CALL = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|\Z)", re.DOTALL)
+_JSON = json.JSONDecoder(strict=False)  # line ends within texts, as code has them
 
 
 TOOLS, CHOICE, PARALLEL = "tools", "tool_choice", "parallel_tool_calls"
@@ -147,39 +147,59 @@ def knows_tools(tokenizer: Any) -> bool:
 async def with_calls(pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
     """The same pieces; from the first call on text is held back, and comes as calls at the end.
 
-    What looks like a call and is none stays text.
+    What looks like a call and is none stays text, and so do calls in thinking.
     """
-    held, inside = "", False
+    held = sent = ""
     async with aclosing(pieces):
         async for piece in pieces:
-            held, out = held + piece.text, ""
-            if not inside:
-                at = held.find(OPEN)
-                inside = at >= 0
-                cut = at if inside else len(held) - overlap(held, OPEN)
-                out, held = held[:cut], held[cut:]
+            out, held = _split_at_call(held + piece.text)
+            sent += out
             if not piece.finish_reason:
                 yield replace(piece, text=out)
                 continue
-            calls, rest = _calls(held)
+            is_cut = not final_answer(sent + held)  # in the middle of thinking
+            calls, rest = ((), held) if is_cut else _calls(held)
             reason = "tool_calls" if calls and piece.finish_reason == "stop" else None
             ended = reason or piece.finish_reason
             yield replace(piece, text=out + rest, finish_reason=ended, calls=calls)
 
 
+def _split_at_call(text: str) -> tuple[str, str]:
+    """(what is before the first call after any thinking, the rest)."""
+    at = text.find(OPEN, text.rfind(_THINKING[1]) + 1)
+    cut = at if at >= 0 else len(text) - overlap(text, OPEN)
+    return text[:cut], text[cut:]
+
+
 def _calls(text: str) -> tuple[tuple[Call, ...], str]:
-    """(the calls in `text`, what is none)."""
-    calls = []
+    """(the calls in `text` after any thinking, what is none).
 
-    def taken(match: re.Match[str]) -> str:
-        try:
-            call = json.loads(match[1])
-            given = call["arguments"] if "arguments" in call else call.get("parameters", {})
-            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            calls.append(Call(str(call["name"]), arguments))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return match[0]
-        return ""
+    A call is JSON from its mark to the end of the object; a closing mark may follow.
+    """
+    answer = final_answer(text)
+    rest, at = [text[: len(text) - len(answer)]], 0
+    calls: list[Call] = []
+    while (mark := answer.find(OPEN, at)) >= 0:
+        found = _call_at(answer, mark + len(OPEN))
+        end = mark + len(OPEN) if found is None else found[1]
+        if found is not None:
+            calls.append(found[0])
+        rest.append(answer[at : end if found is None else mark])
+        at = end
+    rest.append(answer[at:])
+    said = "".join(rest)
+    return tuple(calls), said if said.strip() else ""
 
-    rest = _CALL.sub(taken, text)
-    return tuple(calls), rest if rest.strip() else ""
+
+def _call_at(text: str, start: int) -> tuple[Call, int] | None:
+    """(the call whose JSON begins at `start`, the end of it); None if there is none."""
+    begin = start + len(text[start:]) - len(text[start:].lstrip())
+    try:
+        call, end = _JSON.raw_decode(text, begin)
+        given = call["arguments"] if "arguments" in call else call.get("parameters", {})
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        made = Call(str(call["name"]), arguments)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    closing = text[end:].lstrip()
+    return made, len(text) - len(closing.removeprefix(CLOSE)) if closing.startswith(CLOSE) else end
