@@ -2,6 +2,7 @@
 
 import random
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -124,6 +125,23 @@ def test_the_youngest_loses_its_pages_and_goes_on_later():
     assert scheduler.prompt_tokens == 300  # what is read again is not counted again
     assert scheduler.generated_tokens == 360
     assert_nothing_is_held(scheduler)
+
+
+def test_the_oldest_never_waits_however_little_room_there_is():
+    """So each comes to its end, since each is the oldest at some time."""
+    scheduler = scheduler_of(num_pages=8, max_running=3)  # 7 pages, for 12 at last
+    sequences = [Sequence([i] * 100, Sampling(120, 0)) for i in range(3)]
+    turns: dict[Sequence, list[int]] = {sequence: [] for sequence in sequences}
+    for sequence in sequences:
+        scheduler.add(sequence)
+    for turn in range(1000):
+        for sequence, _ in scheduler.advance():
+            turns[sequence].append(turn)
+    assert_nothing_is_held(scheduler)
+    oldest = turns[sequences[0]]
+    longest_wait = max(after - before for before, after in pairwise(oldest))
+    assert longest_wait <= 2  # while the prompt of another is read
+    assert sorted(sequences, key=lambda sequence: turns[sequence][-1]) == sequences
 
 
 def test_chunks_of_a_long_prompt_lie_between_steps():
