@@ -3,6 +3,7 @@
 import codecs
 import json
 import lzma
+import re
 
 import numpy as np
 import pyarrow
@@ -14,7 +15,7 @@ from twellctl.evaluation.questions import read_tasks
 from twellctl.firing.grouping import grouped_windows
 from twellctl.text import blocks, files, reading
 from twellctl.text.blocks import spread_windows, token_stream, write_tokens
-from twellctl.text.reading import read_texts, text_files
+from twellctl.text.reading import read_prompts, read_texts, text_files
 from twellctl.text.tokens import Detokenizer, StopStrings
 
 
@@ -91,6 +92,16 @@ WRITTEN = "<|user|>hi\n<|assistant|>ho\n"
         ({"instruction": "hi", "input": "x", "output": "ho"}, "<|user|>hi\n\nx\n<|assistant|>ho\n"),
         ({"instruction": "hi", "context": None, "response": "ho", "category": 3}, WRITTEN),
         ({"question": "hi", "answer": "ho"}, WRITTEN),
+        ({"input": "hi", "output": "ho"}, WRITTEN),
+        ({"instruction": "hi", "answer": "ho"}, WRITTEN),
+        ({"system_prompt": "S", "question": "hi", "response": "ho"}, "<|system|>S\n" + WRITTEN),
+        ({"problem": "hi", "solution": "ho", "answer": "4"}, WRITTEN),
+        ({"prompt": "hi", "chosen": "ho", "rejected": "no"}, WRITTEN),
+        ({"prompt": "hi", "chosen": CHAT, "rejected": CHAT[:1]}, WRITTEN),
+        ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]}, WRITTEN),
+        ({"chosen": CHAT, "rejected": CHAT}, WRITTEN),
+        ({"prompt": "hi", "completion": CHAT[1:]}, WRITTEN),
+        ({"question": "", "prompt": "hi", "answer": "ho"}, WRITTEN),
         ({"text": "as it is", "messages": CHAT}, "as it is"),
     ],
     ids=str,
@@ -103,6 +114,73 @@ def test_rows_as_the_hub_has_them(tokenizer, tmp_path, row, text, kind):
     else:
         path.write_text(json.dumps([row, row]) if kind == "json" else json.dumps(row) + "\n" * 2)
     assert set(read_texts([str(path)], "text", tokenizer)) == {text}
+
+
+PROMPT, S = [CHAT[0]], [{"role": "system", "content": "S"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"prompt": "hi"}, PROMPT),
+        ({"system": "S", "prompt": "hi"}, S + PROMPT),
+        ({"system_prompt": "S", "question": "hi", "answer": "ho"}, S + PROMPT),
+        ({"system": "S", "messages": S + PROMPT}, S + PROMPT),
+        ({"instruction": "hi", "input": "x"}, [{"role": "user", "content": "hi\n\nx"}]),
+        ({"input": "hi", "output": "ho"}, PROMPT),
+        ({"problem": "hi", "solution": "ho"}, PROMPT),
+        ({"query": "hi"}, PROMPT),
+        ({"prompt": PROMPT}, PROMPT),
+        ({"messages": PARTS[:1]}, PROMPT),
+        ({"messages": CHAT}, PROMPT),
+        ({"messages": CHAT + PROMPT}, CHAT + PROMPT),
+        ({"prompt": "hello", "messages": CHAT}, PROMPT),
+        ({"conversations": [{"from": "human", "value": "hi"}]}, PROMPT),
+        (CHAT, PROMPT),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json"])
+def test_prompts_as_the_hub_has_them(tmp_path, row, messages, kind):
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet" and isinstance(row, dict):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), path)
+    else:
+        path = path.with_suffix(".json" if kind == "parquet" else path.suffix)
+        lines = json.dumps([row, row]) if path.suffix == ".json" else (json.dumps(row) + "\n") * 2
+        path.write_text(lines)
+    assert read_prompts(path) == [messages] * 2
+
+
+def test_rows_without_a_prompt_are_left_out_and_counted(tmp_path, caplog):
+    path = tmp_path / "a.jsonl"
+    empty = [{"prompt": ""}, {"prompt": None}, {"prompt": " "}, {"text": "so"}, {"messages": []}]
+    path.write_text("\n".join(map(json.dumps, [{"prompt": "hi"}, *empty, {"prompt": "ho"}])))
+    assert [chat[-1]["content"] for chat in read_prompts(path)] == ["hi", "ho"]
+    assert f"{path}: 5 of 7 rows hold no prompt and are left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "column", "expected"),
+    [
+        (["one", "two"], "text", ["one", "two"]),
+        ([CHAT, CHAT], "text", [WRITTEN, WRITTEN]),
+        ([{"input_ids": [1, 2]}], "text", "token ids (input_ids), which are not read: give text"),
+        ([{"input_ids": [1, 2]}], "input_ids", "token ids (input_ids), which are not read"),
+        ([[1, 2], [3]], "text", "each row must be an object, or a list of messages"),
+        ([3], "text", "is 3: each row must be an object, or a list of messages"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_rows_that_are_no_objects(tmp_path, tokenizer, content, column, expected, kind):
+    path = tmp_path / f"a.{kind}"
+    lines = "\n".join(map(json.dumps, content))
+    path.write_text(json.dumps(content) if kind == "json" else lines)
+    if isinstance(expected, list):
+        assert list(read_texts([str(path)], column, tokenizer)) == expected
+        return
+    with pytest.raises(TwellError, match=re.escape(expected)):
+        list(read_texts([str(path)], column, tokenizer))
 
 
 def test_pairs_without_a_template_are_plain_text(tmp_path):

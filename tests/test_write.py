@@ -304,22 +304,18 @@ def test_a_sparse_model_answers(relu_llama, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"text": "a"}, "p.jsonl:2 must have a prompt, an instruction, a question or messages"),
-        ({"prompt": "a", "messages": []}, "p.jsonl:2 must have a prompt or messages, it has both"),
-        ({"prompt": "  "}, "p.jsonl:2 has no text in its prompt"),
-        ({"instruction": "a", "input": 7}, "p.jsonl:2 has no text in its instruction"),
-        ({"messages": []}, "p.jsonl:2 has no text in its messages"),
-        ({"messages": [{"role": "user"}]}, "p.jsonl:2 has no text in its messages"),
-        (
-            {"messages": [{"role": "assistant", "content": "a"}]},
-            "p.jsonl:2: its messages must end with the user's",
-        ),
+        ({"text": "a"}, "p.jsonl:1 must have a prompt, an instruction, a question or messages"),
+        ({"prompt": "  "}, "p.jsonl:1 has no text of a user's that could be answered"),
+        ({"messages": [{"role": "user"}]}, "p.jsonl:1 has no text of a user's"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "p.jsonl:1 has no text of a user"),
+        ({"instruction": "a", "input": 7}, "p.jsonl:1: a question and its answer must be texts"),
+        (7, "p.jsonl:1 is 7: each row must be an object"),
         (None, "p.jsonl holds no prompt"),
     ],
 )
 def test_prompts_without_text_are_refused_with_their_line(silu_llama, tmp_path, row, said):
     path = tmp_path / "p.jsonl"
-    path.write_text("" if row is None else json.dumps({"prompt": "a"}) + "\n" + json.dumps(row))
+    path.write_text("" if row is None else json.dumps(row))
     with pytest.raises(TwellError, match=said):
         write(silu_llama, tmp_path / "own.jsonl", prompts=path)
     assert not (tmp_path / "own.jsonl").exists()

@@ -4,7 +4,7 @@ The dense model reads evenly spaced windows of the text. All counts are exact. T
 the density by position in the window and by kind of text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from twellctl.errors import UsageError
 from twellctl.evaluation.settings import Paths, Reading
 from twellctl.evaluation.windows import count_windows, dtype_for, facts, window_length
-from twellctl.firing.grouping import grouped_windows
+from twellctl.firing.counts import LayerCount
+from twellctl.firing.grouping import GroupedWindows, grouped_windows
 from twellctl.firing.profiled import Profile
-from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import default_device, fingerprint, load_model, load_tokenizer
 from twellctl.settings import chosen
 
@@ -47,25 +48,34 @@ def profile(
 
     device = device or default_device()
     loaded = load_model(checkpoint, dtype=dtype_for(device), device=device)
-    counts = count_windows(
-        checkpoint,
-        loaded,
-        text,
-        lambda ids, groups: loaded.base_model(input_ids=ids, use_cache=False),
-        progress,
-    )
-    layers = tuple(count.summary() for count in counts)
+
+    def read(ids: torch.Tensor, groups: torch.Tensor) -> None:
+        loaded.base_model(input_ids=ids, use_cache=False)
+
+    counts = count_windows(checkpoint, loaded, text, read, progress)
+    return _profile(str(model), checkpoint, how.data, text, counts, facts(loaded))
+
+
+def _profile(
+    model: str,
+    checkpoint: Checkpoint,
+    data: Sequence[str],
+    text: GroupedWindows,
+    counts: Sequence[LayerCount],
+    measured_by: dict[str, Any],
+) -> Profile:
+    """What the `counts` of all windows come to."""
     return Profile(
-        model=str(model),
+        model=model,
         fingerprint=fingerprint(checkpoint),
-        data=tuple(how.data),
+        data=tuple(data),
         windows=len(text.ids),
-        seq_len=seq_len,
+        seq_len=text.ids.shape[1],
         tokens=text.ids.numel(),
-        **facts(loaded),
+        **measured_by,
         intermediate_size=checkpoint.own_neurons,
         tile=checkpoint.twell["tile"],
-        layers=layers,
+        layers=tuple(count.summary() for count in counts),
         by_position=text.by_position(counts),
         by_kind=text.by_kind(counts),
         text_tokens=text.text_tokens,

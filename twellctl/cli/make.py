@@ -20,7 +20,7 @@ Prompts = Annotated[
     typer.Option(
         metavar="FILE",
         help="Prompts to answer: a jsonl, JSON or parquet file with prompt, instruction or "
-        "question, or with messages that end with a user's.",
+        "question, or with messages.",
     ),
 ]
 ReluModel = Annotated[str, typer.Argument(metavar="MODEL", help="A ReLU model folder.")]

@@ -54,8 +54,8 @@ def fired_meter(model: nn.Module, count: Count, look: Look | None = None) -> Ite
 class LayerCount:
     """What fired in one layer: by neuron, by group, histograms of nnz and of the fullest tile.
 
-    `intermediate_size` counts the model's own neurons, which come first. Those of a map behind them
-    fill tiles, and are not counted elsewhere.
+    `intermediate_size` counts the model's own neurons, which come first. Those of a map, which
+    follow, fill tiles and are not counted elsewhere.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class KindDensity(PartDensity):
 class Profile(Shown):
     """A measured model. `fingerprint` is that of its weights, `data` what it was measured on.
 
-    `tokens` are those of all windows, `text_tokens` those of the text, of which short ones are in
+    `tokens` are those of all windows, `text_tokens` those of the text: those of a short one are in
     several windows. `intermediate_size` counts a model's own neurons, without those of a map, which
     always fire.
     """
@@ -147,14 +147,19 @@ def read_profile(path: str | Path) -> Profile:
         )
     try:
         found = _made(Profile, content, "")
-        for name in ("intermediate_size", "tokens", "text_tokens"):
-            if (value := getattr(found, name)) < 1:
-                raise ValueError(f"{name} is {value}")
-        if not found.layers:
-            raise ValueError("it has no layers")
+        _check(found)
         return found
     except ValueError as error:
         raise TwellError(f"{path} is not a complete profile ({reason(error)}): {again}") from error
+
+
+def _check(found: Profile) -> None:
+    """`ValueError` for numbers that no figure can be made of."""
+    for name in ("intermediate_size", "tokens", "text_tokens"):
+        if (value := getattr(found, name)) < 1:
+            raise ValueError(f"{name} is {value}")
+    if not found.layers:
+        raise ValueError("it has no layers")
 
 
 def _made(kind: Any, value: Any, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Inputs of one gated FFN of which the density is known beforehand.
+"""Inputs of one gated FFN whose density is known beforehand.
 
 `x ~ N(0, 1)` with channel 0 set to 1, gate weights `N(0, 1/K)` with column 0 set to the normal
 quantile of the density. So neurons fire independently of each other, and for every token anew: no

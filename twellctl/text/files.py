@@ -17,7 +17,7 @@ from twellctl.text.rows import COLUMNS, some
 
 PACKED = (".gz", ".bz2", ".zst", ".xz")
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
-# what data sets and models have beside their text
+# what data sets and models have that is no text of theirs
 _NO_TEXT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 _NO_TEXT |= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 _NO_TEXT |= {"special_tokens_map.json", "vocab.json", "package.json", "requirements.txt"}
@@ -107,7 +107,7 @@ def read_txt(path: Path) -> Iterator[str]:
 
 
 def line_end(text: str, most: int) -> int:
-    """Where to cut `text` in at most `most` characters: behind a line, if one ends there."""
+    """Where to cut `text` in at most `most` characters: after a line, if one ends there."""
     end = text.rfind("\n", most // 2, most) + 1
     return end or most - (text[most - 1 : most] == "\r")
 
@@ -175,6 +175,8 @@ def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
         file = pyarrow.parquet.ParquetFile(path)
         names = file.schema_arrow.names
         wanted = [text_column] if text_column in names else [n for n in COLUMNS if n in names]
+        if not wanted and not text_column:
+            raise TwellError(f"{path} has no column of prompts, only {some(names)}: rename one")
         if not wanted:
             raise TwellError(
                 f"{path} has no column {text_column!r}, only {some(names)}: see --text-column"

@@ -1,10 +1,10 @@
 """Texts out of files and folders of them (files.py), row by row (rows.py)."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.home import from_home
@@ -19,10 +19,11 @@ from twellctl.text.files import (
     read_txt,
     text_files,
 )
-from twellctl.text.rows import PAIRS, NoText, row_text
+from twellctl.text.rows import Message, NoText, row_prompt, row_text
 
 __all__ = ["estimated_text_bytes", "read_texts", "text_files"]
 logger = logging.getLogger(__name__)
+Held = TypeVar("Held")
 _FIRST_ROWS = 256  # of a file, from which the size of its text is estimated
 _PACKED = 4  # times as large is what is packed, about
 
@@ -45,44 +46,44 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
             raise TwellError(f"{path} holds no text: give a file with text, or leave it out")
 
 
-def read_prompts(path: str | Path) -> list[list[dict[str, str]]]:
-    """The messages up to a user's of each row of a jsonl, JSON or parquet file.
+def read_prompts(path: str | Path) -> list[list[Message]]:
+    """The messages up to a user's of each row of a jsonl, JSON or parquet file (`row_prompt`).
 
-    A row has `messages`, or a question as `row_text` knows it (`prompt`, `instruction` and `input`,
-    `question`, `query`); its answer is not read. `TwellError` names file and line of what is wrong.
+    Rows without any are left out, and counted in the log. `TwellError` names file and line of what
+    is wrong.
     """
     path = from_home(path)
     if kind_of(path) not in (".jsonl", ".json", ".parquet"):
         raise UsageError(
             f"{path} is not a jsonl, JSON or parquet file: give one with prompts as rows"
         )
-    found = [_asked(row, where) for where, row in read_rows(path, "")]
+    found = list(_held(path, read_rows(path, ""), row_prompt, "prompt"))
     if not found:
         raise TwellError(f"{path} holds no prompt: give a file with some")
     return found
 
 
-def _asked(row: Any, where: str) -> list[dict[str, str]]:
-    known = ("messages", *dict.fromkeys(question for question, _, _ in PAIRS))
-    keys = [key for key in known if isinstance(row, dict) and key in row]
-    if not keys:
-        raise TwellError(f"{where} must have a prompt, an instruction, a question or messages")
-    if {"messages", "prompt"} <= {*keys}:
-        raise TwellError(f"{where} must have a prompt or messages, it has both")
-    messages = row[keys[0]]
-    if keys[0] != "messages":
-        beside = (row.get(name) for question, name, _ in PAIRS if name and question == keys[0])
-        parts = [messages, *filter(None, beside)]
-        text = "\n\n".join(parts) if all(isinstance(part, str) for part in parts) else ""
-        messages = [{"role": "user", "content": text}]
-    turns = messages if isinstance(messages, list) else []
-    turns = [(m.get("role"), m.get("content")) for m in turns if isinstance(m, dict)]
-    texts = all(isinstance(text, str) and text.strip() for _, text in turns)
-    if not turns or len(turns) < len(messages) or not texts:
-        raise TwellError(f"{where} has no text in its {keys[0]}: correct or leave out this row")
-    if turns[-1][0] != "user":
-        raise TwellError(f"{where}: its messages must end with the user's, which is answered")
-    return [{"role": role, "content": text} for role, text in turns]
+def _held(
+    path: Path,
+    rows: Iterator[tuple[str, Any]],
+    read: Callable[[Any, str], Held],
+    what: str,
+) -> Iterator[Held]:
+    """What `read` finds in each row. Rows that hold none are counted in the log.
+
+    If no row holds any, the first one's reason is the `TwellError`.
+    """
+    without, count, first = 0, 0, None
+    for where, row in rows:
+        count += 1
+        try:
+            yield read(row, where)
+        except NoText as error:
+            without, first = without + 1, first or error
+    if without and without == count:
+        raise TwellError(str(first))
+    if without:
+        logger.warning("%s: %d of %d rows hold no %s and are left out", path, without, count, what)
 
 
 def estimated_text_bytes(paths: list[str], text_column: str, tokenizer: Any = None) -> float:
@@ -94,23 +95,16 @@ def _texts(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
     if kind_of(path) == ".txt":
         yield from read_txt(path)
         return
-    without, count, first = 0, 0, None
-    for where, row in read_rows(path, text_column):
-        count += 1
-        try:
-            text = row_text(row, text_column, tokenizer, where)
-        except NoText as error:
-            without, first = without + 1, first or error
-            continue
+
+    def text_of(row: Any, where: str) -> str:
+        return row_text(row, text_column, tokenizer, where)
+
+    for text in _held(path, read_rows(path, text_column), text_of, "text"):
         yield from _pieces(text)
-    if without and without == count:
-        raise TwellError(str(first))
-    if without:
-        logger.warning("%s: %d of %d rows hold no text and are left out", path, without, count)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    kind = str
+    kind: type[str] = str
     while len(text) > PIECE:
         end = line_end(text, PIECE)
         yield kind(text[:end])

@@ -1,4 +1,9 @@
-"""The text of one row, in whichever of the forms it is that data sets on the hub have."""
+"""What one row holds, in any of the forms that data sets on the hub have: a text, a chat, or both
+sides of a question.
+
+`--data` reads the whole of it (`row_text`), `--prompts` up to what a user asks (`row_prompt`). Both
+know the same columns.
+"""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -9,20 +14,18 @@ from twellctl.text.tokens import chat_text
 from twellctl.text.written import is_written
 
 CHATS = ("messages", "conversations", "conversation")
-# (question, what stands beside it, answer): the first whose question and answer are there
-PAIRS = (
-    ("prompt", None, "completion"),
-    ("instruction", "input", "output"),
-    ("instruction", "context", "response"),
-    ("prompt", None, "response"),
-    ("question", None, "answer"),
-    ("query", None, "response"),
-)
+# the first of these that a row has is the question, and the first of those below its answer
+QUESTIONS = ("prompt", "instruction", "question", "query", "problem", "input")
+ANSWERS = ("completion", "output", "response", "solution", "chosen", "answer")
+DETAILS = ("input", "context")  # of an instruction, which they follow
 SYSTEM = ("system", "system_prompt")
-COLUMNS = tuple(dict.fromkeys([*CHATS, *(n for pair in PAIRS for n in pair if n), *SYSTEM]))
+IDS = ("input_ids", "token_ids", "tokens")
+COLUMNS = tuple(dict.fromkeys([*CHATS, *QUESTIONS, *ANSWERS, *DETAILS, *SYSTEM]))
 # ShareGPT's names of who speaks
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 _ROLES |= {"function": "tool", "observation": "tool", "function_call": "assistant"}
+
+Message = dict[str, Any]
 
 
 class NoText(Exception):
@@ -32,31 +35,55 @@ class NoText(Exception):
 def row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
     """The text of `row`; raises `NoText`, and `TwellError` for what is wrong in it.
 
-    That in `text_column`; else a chat (`messages` of role and content, or ShareGPT's
-    `conversations` of from and value), a question and its answer, as a chat where the tokenizer has
-    a template; or what `twellctl write` wrote.
+    That in `text_column`; else what `twellctl write` wrote; a chat (`messages` of role and content,
+    or ShareGPT's `conversations` of from and value); or a question and its answer, as a chat where
+    the tokenizer has a template. A row can also be a text or a list of messages itself.
     """
-    if not isinstance(row, dict):
-        raise TwellError(f"{where} is {shown(row)}: each line must hold one object")
+    if isinstance(row, str) and row:
+        return row
+    row = _as_object(row, where)
     value = row.get(text_column)
     if isinstance(value, str) and value:
         return value
     if is_written(row) and isinstance(row.get("text"), str):
         return row["text"]
-    for name in (text_column, *CHATS):
-        if isinstance(row.get(name), list) and row[name]:
-            return _chat(_messages(row, row[name], where), tokenizer, where)
+    if turns := _chat_in(row, (text_column, *CHATS)):
+        return _chat(_messages(row, turns, where), tokenizer, where)
     if value is not None and not isinstance(value, str | list):
         raise TwellError(
             f"{where}: {shown(text_column)} must be a text, got {shown(value)}: correct or leave "
             "out this row"
         )
-    for question, beside, answer in PAIRS:
-        if row.get(question) and row.get(answer):
-            return _pair([row[question], row.get(beside)], row[answer], row, tokenizer, where)
-    raise NoText(
-        f"{where} has no text in {shown(text_column)}, only {some(row)}: see --text-column"
-    )
+    question, answer = _first(row, QUESTIONS), _first(row, ANSWERS)
+    if answer and (turns := _whole_chat(row[answer])):
+        return _chat(_messages(row, turns, where), tokenizer, where)
+    if question and answer:
+        return _pair(row, question, answer, tokenizer, where)
+    raise NoText(_why_none(row, text_column, where))
+
+
+def row_prompt(row: Any, where: str) -> list[Message]:
+    """The messages of `row` up to the last of a user's; raises as `row_text` does.
+
+    A chat, or a question, whose answer is not read. All contents are texts.
+    """
+    row = _as_object(row, where)
+    turns, question = _chat_in(row, CHATS), _first(row, QUESTIONS)
+    if turns is None and question:
+        asked = row[question]
+        turns = asked if _is_chat(asked) else _said("user", _question(row, question, where))
+    if turns is None:
+        raise NoText(
+            f"{where} must have a prompt, an instruction, a question or messages, it has "
+            f"{some(row) or 'nothing'}"
+        )
+    messages = _messages(row, turns, where)
+    while messages and messages[-1].get("role") != "user":
+        messages.pop()
+    texts = [message.get("content") for message in messages]
+    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise NoText(f"{where} has no text of a user's that could be answered")
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
 def some(names: Iterable[str]) -> str:
@@ -64,22 +91,71 @@ def some(names: Iterable[str]) -> str:
     return bounded(", ".join(map(str, islice(names, 20))), 200)
 
 
-def _pair(asked: list[Any], answer: Any, row: dict, tokenizer: Any, where: str) -> str:
-    if isinstance(asked[0], list) and isinstance(answer, list):  # each is a part of a chat
-        return _chat(_messages(row, [*asked[0], *answer], where), tokenizer, where)
-    parts = [part for part in (*asked, answer) if part]
+def _as_object(row: Any, where: str) -> dict[str, Any]:
+    if isinstance(row, dict):
+        return row
+    if _is_chat(row):
+        return {"messages": row}
+    raise TwellError(f"{where} is {shown(row)}: each row must be an object, or a list of messages")
+
+
+def _chat_in(row: dict[str, Any], names: Iterable[str]) -> list[Any] | None:
+    """The first list in one of the columns `names`, unless they are ids."""
+    values = (row.get(name) for name in names if name not in IDS)
+    return next((value for value in values if isinstance(value, list) and value), None)
+
+
+def _whole_chat(answer: Any) -> list[Any] | None:
+    """The messages of an answer that is a list of them and begins with the question."""
+    begins = answer[0] if _is_chat(answer) else {}
+    return answer if begins.get("role", begins.get("from")) in ("user", "human") else None
+
+
+def _first(row: dict[str, Any], names: Iterable[str]) -> str | None:
+    """The first of `names` that the row has something in."""
+    return next((name for name in names if row.get(name)), None)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
+
+
+def _why_none(row: dict[str, Any], text_column: str, where: str) -> str:
+    if ids := _first(row, IDS):
+        return f"{where} holds token ids ({ids}), which are not read: give text"
+    return f"{where} has no text in {shown(text_column)}, only {some(row)}: see --text-column"
+
+
+def _pair(row: dict[str, Any], question: str, answer: str, tokenizer: Any, where: str) -> str:
+    """A question and its answer: as a chat, or one after the other where there is no template."""
+    asked, said = row[question], row[answer]
+    if not _is_chat(asked):
+        asked = _question(row, question, where)
+    if not _is_chat(said) and not isinstance(said, str):
+        raise TwellError(f"{where}: a question and its answer must be texts: correct this row")
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if not has_template and isinstance(asked, str) and isinstance(said, str):
+        return ("" if answer == "completion" else "\n\n").join((asked, said))
+    turns = asked if _is_chat(asked) else _said("user", asked)
+    end = said if _is_chat(said) else _said("assistant", said)
+    return _chat(_messages(row, [*turns, *end], where), tokenizer, where)
+
+
+def _said(role: str, content: str) -> list[Message]:
+    return [{"role": role, "content": content}]
+
+
+def _question(row: dict[str, Any], name: str, where: str) -> str:
+    """The text of a question, with what an instruction is about."""
+    details = DETAILS if name == "instruction" else ()
+    parts = [row[name], *(row[detail] for detail in details if row.get(detail))]
     if not all(isinstance(part, str) for part in parts):
         raise TwellError(f"{where}: a question and its answer must be texts: correct this row")
-    if not getattr(tokenizer, "chat_template", None):
-        return ("" if "completion" in row else "\n\n").join(parts)
-    turns = ("\n\n".join(parts[:-1]), answer)
-    said = zip(("user", "assistant"), turns, strict=True)
-    messages = [{"role": role, "content": text} for role, text in said]
-    return _chat(_messages(row, messages, where), tokenizer, where)
+    return "\n\n".join(parts)
 
 
-def _messages(row: dict, turns: list[Any], where: str) -> list[dict[str, Any]]:
-    """`turns` as a chat template takes them, behind the row's own system message."""
+def _messages(row: dict[str, Any], turns: list[Any], where: str) -> list[Message]:
+    """`turns` as a chat template takes them, after the row's own system message."""
     messages = [_message(turn, where) for turn in turns]
     system = next((row[name] for name in SYSTEM if isinstance(row.get(name), str)), "")
     if system and messages[0]["role"] != "system":
@@ -87,7 +163,7 @@ def _messages(row: dict, turns: list[Any], where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(turn: Any, where: str) -> dict[str, Any]:
+def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, dict):
         raise TwellError(f"{where}: messages must be objects: correct or leave out this row")
     made = dict(turn)
@@ -96,15 +172,19 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     role = made.get("role")
     made["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
     if isinstance(content := made.get("content"), list):
-        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        plain = [text for text in texts if isinstance(text, str)]
-        if len(plain) < len(texts):
-            raise TwellError(f"{where}: a message holds more than text: leave out this row")
-        made["content"] = "".join(plain)
+        made["content"] = "".join(_text_of(part, where) for part in content)
     return made
 
 
-def _chat(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> str:
+def _text_of(part: Any, where: str) -> str:
+    """The text of a part of a message's content."""
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise TwellError(f"{where}: a message holds more than text: leave out this row")
+    return text
+
+
+def _chat(messages: list[Message], tokenizer: Any, where: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise TwellError(f"{where} holds messages, but the tokenizer has no chat template")
     try:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelled
-_BYTES = 4  # of a character, at most, each of which may be a token
+_BYTES = 4  # of a character, at most; each may be a token
 _MOST_HELD = 64  # tokens without a whole character: they are no text, and none will come of them
 _USUAL = 8  # characters of a token, more than texts have on average
 
@@ -116,7 +116,7 @@ def check_ids(largest: int, vocabulary: int | None) -> None:
     if vocabulary is not None and largest >= vocabulary:
         raise TwellError(
             f"the tokenizer makes id {largest}, but the model has {vocabulary} tokens: "
-            "copy the tokenizer files of its original beside the weights"
+            "copy the tokenizer files of its original into its folder"
         )
 
 

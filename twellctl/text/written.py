@@ -27,7 +27,7 @@ def is_written_file(path: Path) -> bool:
 
 
 class WrittenFile:
-    """A jsonl file open for rows, each of which is there whole or not at all.
+    """A jsonl file open for rows; each is there whole or not at all.
 
     A context manager. `OSError` for a row that could not be written; those before it stay.
     """
