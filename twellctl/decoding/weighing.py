@@ -93,7 +93,7 @@ class Weights:
         self.written.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.int32))
 
 
-def _add(where: Tensor, entries: list[tuple[int, int, float]]) -> None:
+def _add(where: Tensor, entries: Rows[tuple[int, int, float]]) -> None:
     if entries:
         rows, tokens, values = (torch.tensor(column) for column in zip(*entries, strict=True))
         places = rows.to(where.device), tokens.to(where.device)
