@@ -1,5 +1,6 @@
 """write on the CPU: people's prompts are answered in whole lines; what is refused."""
 
+import copy
 import json
 import os
 import resource
@@ -16,9 +17,10 @@ from twellctl.errors import TwellError, UsageError, counted
 from twellctl.generate import generate
 from twellctl.models import loading
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.text.blocks import token_stream
 from twellctl.text.reading import read_texts
 from twellctl.text.tokens import encode_prompt
-from twellctl.write import _Answers, write
+from twellctl.write import Writing, _Answers, write
 
 SMALL = {"tokens": 600, "max_tokens": 12, "batch_size": 16}
 OURS = '{"text": "so", "by": "twellctl write"}\n'
@@ -256,12 +258,55 @@ def test_prompts_are_answered_as_generate_does(silu_llama, tokenizer, tmp_path):
     for chat in ASKED:
         prompt = torch.tensor([encode_prompt(tokenizer, chat)])
         ids = stock.generate(prompt, do_sample=False, max_new_tokens=12)[0, prompt.shape[1] :]
-        text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+        text = tokenizer.decode(ids, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
         known.append([*chat, {"role": "assistant", "content": text}])
     made = [row["messages"] for row in lines(out)]
     assert sorted(made, key=str) == sorted(known, key=str)
     assert (done.texts, done.cut) == (len(ASKED), len(ASKED))  # random models seldom end
     assert len(list(read_texts([str(out)], "text", tokenizer))) == len(ASKED)
+
+
+THINKS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'].split('</think>')[-1] }}"
+    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+SAID = "    one, two</think>\n\n  It is 2."
+
+
+@pytest.mark.parametrize(
+    ("answer", "ended", "cut"),
+    [(SAID, True, {}), (SAID, False, {"cut": True}), ("    return 1\n", True, {})],
+)
+def test_what_was_written_is_what_is_read(tokenizer, tmp_path, answer, ended, cut):
+    """To the token: thinking, spaces, an end only where the model ended."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = THINKS
+    how = Writing(max_tokens=50)
+    prompt = {"role": "user", "content": "1 + 1?"}
+    answers = _Answers(tokenizer, [[prompt]], 512, how)
+    answers.fit_into(256)
+    text, end = answers.begun(), tokenizer.eos_token_id
+    text.tokens += tokenizer.encode(answer) + [end] * ended
+    row = answers.row(text, frozenset([end]))
+    assert row["messages"] == [prompt, {"role": "assistant", "content": answer}]
+    assert {key: row[key] for key in row.keys() & {"cut"}} == cut
+    file = jsonl(tmp_path / "own.jsonl", [row | {"by": "twellctl write"}])
+    (read,) = token_stream(read_texts([str(file)], "text", tokenizer), tokenizer)
+    assert read.tolist() == [end, *text.tokens]
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{% for m in messages %}{{ m['content'] }};{% endfor %}"
+    assert list(read_texts([str(file)], "text", other)) == [f"1 + 1?;{answer};"]
+
+
+def test_half_a_character_is_not_written(tokenizer):
+    answers = _Answers(tokenizer, ASKED[:1], 512, Writing())
+    answers.fit_into(256)
+    text = answers.begun()
+    text.tokens += tokenizer.encode("a 🐍")[:-1]
+    row = answers.row(text, frozenset([tokenizer.eos_token_id]))
+    assert row["messages"][-1]["content"] == "a "
+    assert row["text"].endswith("<|assistant|>a ")
+    assert row["cut"]
 
 
 def test_the_chat_template_receives_its_settings(cli, silu_llama, tmp_path):
@@ -276,7 +321,7 @@ def test_the_chat_template_receives_its_settings(cli, silu_llama, tmp_path):
         assert code == 0
         made = generate(model, "Is it?", max_tokens=12, chat_template_kwargs=given)
         answers.append(lines(out)[0]["messages"][1]["content"])
-        assert answers[-1] == made.text().strip()
+        assert answers[-1] == made.text().rstrip("\N{REPLACEMENT CHARACTER}")
     assert answers[0] != answers[1]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from twellctl.errors import TwellError, UsageError, counted
 from twellctl.files.home import from_home
@@ -22,8 +22,8 @@ from twellctl.models.defaults import context_of
 from twellctl.report.notebook import Shown
 from twellctl.settings import chosen, setting
 from twellctl.text.reading import read_prompts
-from twellctl.text.tokens import check_ids, encode_prompt
-from twellctl.text.written import WrittenFile, is_written_file
+from twellctl.text.tokens import UNDECODED, check_ids, encode_written, opened_chat
+from twellctl.text.written import WrittenFile, is_written_file, written_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,10 +98,11 @@ def write(
     """Let `model`, SiLU or ReLU, answer `prompts` into the jsonl file `out`.
 
     `settings` are the fields of `Writing`. Prompts are read by `read_prompts`, and answered in a
-    random order set by `seed`. Each line has `messages`, a prompt and the model's answer, and `by`,
-    which says that this command wrote it. With `tokens` None, each prompt is answered once.
-    Otherwise prompts are answered again with new samples until there are `tokens`; `temperature` 0
-    is greedy, and answers once. The chat template gets `chat_template_kwargs`.
+    random order set by `seed`. Each line has `messages`, a prompt and the model's answer; `text`,
+    what the model read and wrote, which `--data` reads; and `by`, which says that this command
+    wrote it. With `tokens` None, each prompt is answered once. Otherwise prompts are answered again
+    with new samples until there are `tokens`; `temperature` 0 is greedy, and answers once. The chat
+    template gets `chat_template_kwargs`.
 
     Answers are cut at `max_tokens`; None means `MAX_TOKENS`, or what the model's context leaves. At
     most `batch_size` answers are written at once, or fewer if memory is short. Answers that were
@@ -189,7 +190,7 @@ class _Answers:
         self.num_texts: int | None = None
         self.num_long = self.longest = 0
         self._num_begun, self._max_tokens = 0, how.max_tokens or MAX_TOKENS
-        self._left: list[tuple[Messages, list[int]]] = []  # of this pass
+        self._left: list[_Prompt] = []  # of this pass
         self._prompts = [self._begins(*prompt) for prompt in enumerate(prompts, 1)]
 
     def fit_into(self, context: int | None) -> None:
@@ -198,14 +199,14 @@ class _Answers:
         Prompts that leave no room for an answer are left out. `TwellError` if all are, or if
         `max_tokens` leaves no room for any prompt.
         """
-        sizes = [len(tokens) for _, tokens in self._prompts]
+        sizes = [len(prompt.tokens) for prompt in self._prompts]
         if context is not None:
             self._check_room(context, min(sizes))
-            self._prompts = [prompt for prompt in self._prompts if len(prompt[1]) < context]
+            self._prompts = [prompt for prompt in self._prompts if len(prompt.tokens) < context]
         self.num_long = len(sizes) - len(self._prompts)
         if not self._again:
             self.num_texts = len(self._prompts)
-        self.longest = self._max_tokens + max(len(tokens) for _, tokens in self._prompts)
+        self.longest = self._max_tokens + max(len(prompt.tokens) for prompt in self._prompts)
         if context is not None:
             self.longest = min(context, self.longest)
 
@@ -232,31 +233,52 @@ class _Answers:
                 return None
             draw = random.Random((self._how.seed << 32) + self._num_begun)
             self._left = draw.sample(self._prompts, len(self._prompts))
-        messages, prompt = self._left.pop()
+        prompt = self._left.pop()
         self._num_begun += 1
-        most = min(self._max_tokens, self.longest - len(prompt))
+        most = min(self._max_tokens, self.longest - len(prompt.tokens))
         seed = (self._how.seed << 32) + self._num_begun
         how = Sampling(most, self._how.temperature, seed=seed)
-        return Sequence(prompt, how, messages)
+        return Sequence(prompt.tokens, how, prompt)
 
     def row(self, sequence: "Sequence", ends: frozenset[int]) -> dict[str, Any] | None:
         """The line of a text that has ended; None if it says nothing."""
-        tokens = sequence.tokens[sequence.num_prompt :]
-        if tokens and tokens[-1] in ends:
-            tokens = tokens[:-1]
-        answer = self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False).strip()
-        said = {"role": "assistant", "content": answer}
-        return {"messages": [*sequence.client, said]} if answer else None
+        tokens, prompt = sequence.tokens, sequence.client
+        ended = tokens[-1] in ends
+        answer = self._answer(tokens[:-1] if ended else tokens, sequence.num_prompt)
+        if not answer.strip():
+            return None
+        end = self._decoded(tokens[-1:]) if ended else ""
+        messages = [*prompt.messages, {"role": "assistant", "content": answer}]
+        return written_row(messages, prompt.text + answer + end, not ended, self.tokenizer)
 
-    def _begins(self, number: int, messages: Messages) -> tuple[Messages, list[int]]:
+    def _answer(self, tokens: list[int], num_prompt: int) -> str:
+        """The text of what follows the prompt, as it stands after that; no half characters."""
+        before, whole = self._decoded(tokens[:num_prompt]), self._decoded(tokens)
+        follows = whole.startswith(before)
+        answer = whole[len(before) :] if follows else self._decoded(tokens[num_prompt:])
+        return answer.rstrip(UNDECODED)
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+    def _begins(self, number: int, messages: Messages) -> "_Prompt":
         try:
-            tokens = encode_prompt(self.tokenizer, messages, chat=True)
+            text = opened_chat(self.tokenizer, messages)
+            tokens = encode_written(self.tokenizer, text)
             if not tokens:
                 raise TwellError("the chat template makes no token of it: correct the template")
             check_ids(max(tokens), self._vocabulary)
         except TwellError as error:
             raise TwellError(f"prompt {number}: {error}") from error
-        return messages, tokens
+        return _Prompt(messages, text, tokens)
+
+
+class _Prompt(NamedTuple):
+    """Messages, and what the chat template makes of them, as text and as tokens."""
+
+    messages: Messages
+    text: str
+    tokens: list[int]
 
 
 class _Texts:

@@ -11,7 +11,7 @@ from typing import Any
 
 from twellctl.errors import TwellError, bounded, shown
 from twellctl.text.tokens import chat_text
-from twellctl.text.written import is_written
+from twellctl.text.written import is_written, written_text
 
 CHATS = ("messages", "conversations", "conversation")
 # the first of these that a row has is the question, and the first of those below its answer
@@ -35,18 +35,18 @@ class NoText(Exception):
 def row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
     """The text of `row`; raises `NoText`, and `TwellError` for what is wrong in it.
 
-    That in `text_column`; else what `twellctl write` wrote; a chat (`messages` of role and content,
+    What `twellctl write` wrote; else that in `text_column`; a chat (`messages` of role and content,
     or ShareGPT's `conversations` of from and value); or a question and its answer, as a chat where
     the tokenizer has a template. A row can also be a text or a list of messages itself.
     """
     if isinstance(row, str) and row:
         return row
     row = _as_object(row, where)
+    if (text := written_text(row, tokenizer)) is not None:
+        return text
     value = row.get(text_column)
-    if isinstance(value, str) and value:
+    if isinstance(value, str) and value and not is_written(row):
         return value
-    if is_written(row) and isinstance(row.get("text"), str):
-        return row["text"]
     if turns := _chat_in(row, (text_column, *CHATS)):
         return _chat(_messages(row, turns, where), tokenizer, where)
     if value is not None and not isinstance(value, str | list):

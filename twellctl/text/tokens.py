@@ -8,7 +8,7 @@ from twellctl.errors import TwellError, reason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_UNDECODED = "\N{REPLACEMENT CHARACTER}"
+UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelled
 _BYTES = 4  # of a character, at most; each may be a token
 _MOST_HELD = 64  # tokens without a whole character: they are no text, and none will come of them
@@ -92,8 +92,15 @@ def encode_prompt(
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if chat is False or (chat is None and tokenizer.chat_template is None):
         return encode_text(tokenizer, messages[-1]["content"])
+    return encode_written(tokenizer, opened_chat(tokenizer, messages, **given))
+
+
+def opened_chat(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], **given: Any
+) -> str:
+    """Messages as the chat template opens the answer; `TwellError` says why it does not."""
     try:
-        return encode_written(tokenizer, chat_text(tokenizer, messages, opens_answer=True, **given))
+        return chat_text(tokenizer, messages, opens_answer=True, **given)
     except ValueError as error:
         raise TwellError(str(error)) from error
 
@@ -132,16 +139,16 @@ class Detokenizer:
         self._tokenizer = tokenizer
         for size in range(_CONTEXT, _CONTEXT + _BYTES):
             self._window = list(prompt[-size:])
-            if not self._text().startswith(_UNDECODED):  # it does not begin within a character
+            if not self._text().startswith(UNDECODED):  # it does not begin within a character
                 break
         self._num_read = len(self._window)
-        self._num_sent = len(self._text().rstrip(_UNDECODED))
+        self._num_sent = len(self._text().rstrip(UNDECODED))
 
     def add(self, token: int) -> str:
         """The text that is certain now and was not before."""
         self._window.append(token)
         text = self._text()
-        certain = text.rstrip(_UNDECODED)
+        certain = text.rstrip(UNDECODED)
         if len(self._window) - self._num_read > _MOST_HELD:
             certain = text
         piece = certain[self._num_sent :]

@@ -1,6 +1,12 @@
-"""The jsonl file of `twellctl write`: how a row of it is known, and whole lines into it."""
+"""The jsonl file of `twellctl write`: what a row of it holds, and whole lines into it.
+
+A row has `messages`, a prompt and its answer, for everybody; and `text`, what the model read and
+wrote, its thinking and its end among them, for whoever reads by the same chat template. An answer
+that was cut is marked `cut`, and its text has no end.
+"""
 
 import contextlib
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -14,6 +20,30 @@ WRITTEN = {"by": "twellctl write"}  # in each of its rows
 def is_written(row: Any) -> bool:
     """Whether `row` of a jsonl file is one of `twellctl write`."""
     return isinstance(row, dict) and row.items() >= WRITTEN.items()
+
+
+def written_row(messages: list[Any], text: str, cut: bool, tokenizer: Any) -> dict[str, Any]:
+    """A row of what a model with this `tokenizer` read and wrote."""
+    row = {"messages": messages, "text": text, "template": _template(tokenizer)}
+    return row | {"cut": True} if cut else row
+
+
+def written_text(row: Any, tokenizer: Any) -> str | None:
+    """What a row of `twellctl write` holds for this `tokenizer`.
+
+    None for other rows, and for those written by another chat template: their messages are read.
+    """
+    if not is_written(row) or not isinstance(row.get("text"), str):
+        return None
+    if "template" in row and row["template"] != _template(tokenizer):
+        return None
+    return row["text"]
+
+
+def _template(tokenizer: Any) -> str:
+    """By what a chat template is known."""
+    template = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(str(template).encode(errors="replace")).hexdigest()[:16]
 
 
 def is_written_file(path: Path) -> bool:
