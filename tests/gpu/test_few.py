@@ -28,7 +28,7 @@ from twellctl.bundle.twell_few_walk import takes_few_walk
 from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_launch import KernelSet, device_limits
-from twellctl.bundle.twell_weights import FFN
+from twellctl.bundle.twell_weights import FFN, plain_weight
 from twellctl.here.resources import kernel_files
 
 pytestmark = pytest.mark.gpu
@@ -176,7 +176,7 @@ def test_the_builds_of_few_linear_agree(kernels, M, N):
         torch.randn(*shape, device=DEVICE).bfloat16()
         for shape in ((M, 2048), (N, 2048), (N,), (M, N))
     )
-    given = (kernels, device_limits(0), x, weight, bias)
+    given = (kernels, device_limits(0), x, plain_weight(weight, bias))
     plain, ahead = (few_linear(*given, residual=residual, ahead=which) for which in (False, True))
     assert torch.equal(plain, ahead)
     product = (x.double() @ weight.double().T + bias.double()).bfloat16()
@@ -291,12 +291,13 @@ def test_launches_that_overlap_have_the_bits_of_those_that_do_not(kernels, M, gr
         x, made = problems[0].x, []
         counts = torch.zeros(M, dtype=torch.int32, device=DEVICE)
         for problem in problems:
-            here = kernels, limits
+            here, values = (kernels, limits), problem.ffn.by_neurons.view(512, 1536)
+            up, down = plain_weight(problem.ffn.up.values[:512]), plain_weight(values)
             how = {"residual": x, "counts": counts, "overlap": overlap}
             y = form(*here, x, problem.ffn, **how)
-            y = few_linear(*here, y, problem.ffn.up.values[:512], residual=x, overlap=overlap)
+            y = few_linear(*here, y, up, residual=x, overlap=overlap)
             gated = few_gated(*here, y, problem.ffn, counts=counts, overlap=overlap)
-            x = few_linear(*here, gated, problem.ffn.by_neurons.view(512, 1536), overlap=overlap)
+            x = few_linear(*here, gated, down, overlap=overlap)
             x = x / x.float().norm(dim=-1, keepdim=True).bfloat16() * 20  # torch's own kernels too
             made += [y, gated, x]
         return [*made, counts.clone()]

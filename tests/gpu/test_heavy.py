@@ -129,7 +129,8 @@ def test_any_number_of_heavy_rows(kernels, K, N, num, slots):
     y = hopper_ffn(*given)
     assert torch.equal(y, hopper_ffn(*given)), "differs from run to run"
     gate, wanted = exact(x, ffn)
-    errors = (y.double() - wanted.double()).norm(dim=1) / wanted.double().norm(dim=1)
+    of_rows = wanted.double().norm(dim=1).clamp(min=1e-9)  # for some tokens nothing fires
+    errors = (y.double() - wanted.double()).norm(dim=1) / of_rows
     assert errors.max() < 0.01, f"row {int(errors.argmax())}: {errors.max():.3g}"
     if N > 1000:
         assert int(((gate > 0).sum(1) > hopper_cap(N)).sum()) == num

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from ffns import ffn_of
 from on_gpu import CAPABILITY, on_hopper, whole
 from torch import Tensor
 
@@ -59,7 +60,7 @@ class Problem:
 
     def run(self, sources: str, route: str) -> Tensor:
         how = {"slots": self.slots, "sources": sources, "route": route}
-        return sparse_ffn(self.x, *self.weights, **how)
+        return sparse_ffn(self.x, ffn_of(*self.weights), **how)
 
     def __str__(self) -> str:
         N, K = self.weights[0].shape
@@ -340,7 +341,7 @@ def test_what_the_kernels_do_not_take_is_computed_plainly(sources, monkeypatch):
     wanted = reference(problem).float()
     for dtype in (torch.float16, torch.float32):
         weights = [None if w is None else w.to(dtype) for w in problem.weights]
-        found = sparse_ffn(problem.x.to(dtype), *weights, sources=sources)
+        found = sparse_ffn(problem.x.to(dtype), ffn_of(*weights), sources=sources)
         torch.testing.assert_close(found.float(), wanted, rtol=0, atol=2e-2)
     weights = whole(96, 100), whole(96, 100), whole(100, 96), None, None, None
     odd = Problem(whole(20, 100), weights, 64)
