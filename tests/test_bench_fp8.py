@@ -82,9 +82,13 @@ def test_a_bf16_model_stays_what_it_is_unless_it_is_to_be_quantised(relu_llama):
 
 
 TINY_BODY = {
-    "tokens": (64,), "seq_len": 64, "config": TINY_CONFIG, "density": 0.02, "rounds": 1,
+    "tokens": (64,),
+    "seq_len": 64,
+    "config": TINY_CONFIG,
+    "density": 0.02,
+    "rounds": 1,
     "device": "cpu",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8"], ids=["bf16", "FP8"])

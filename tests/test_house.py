@@ -182,7 +182,6 @@ def test_tables_of_numbers_are_known():
     assert found == [(4, 1.0), (7, 0.67), (10, 0.33)]
 
 
-@pytest.mark.xfail(strict=False, reason="some tables of texts are still formatted by hand")
 def test_only_tables_of_numbers_are_formatted_by_hand():
     skips = [
         (f"{path.relative_to(ROOT)}:{line}", share)

@@ -275,19 +275,29 @@ def test_fp8_with_another_activation_is_refused(tiny, as_on_a_gpu):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m, layer: setattr(layer.self_attn.q_proj, "bias", m.model.norm.weight),
-         "some of q, k and v of LlamaForCausalLM have a bias, some have none"),
-        (lambda m, layer: layer.self_attn.o_proj.register_forward_hook(print),
-         "self_attn.o_proj of LlamaForCausalLM has hooks"),
-        (lambda m, layer: layer.mlp.register_forward_pre_hook(print),
-         "mlp of LlamaForCausalLM has hooks"),
-        (lambda m, layer: layer.register_forward_hook(print),
-         "a layer of LlamaForCausalLM has hooks"),
+        (
+            lambda m, layer: setattr(layer.self_attn.q_proj, "bias", m.model.norm.weight),
+            "some of q, k and v of LlamaForCausalLM have a bias, some have none",
+        ),
+        (
+            lambda m, layer: layer.self_attn.o_proj.register_forward_hook(print),
+            "self_attn.o_proj of LlamaForCausalLM has hooks",
+        ),
+        (
+            lambda m, layer: layer.mlp.register_forward_pre_hook(print),
+            "mlp of LlamaForCausalLM has hooks",
+        ),
+        (
+            lambda m, layer: layer.register_forward_hook(print),
+            "a layer of LlamaForCausalLM has hooks",
+        ),
         (lambda m, layer: m.model.norm.float(), "take bf16, not float32"),
-        (lambda m, layer: setattr(m, "lm_head", nn.Sequential(m.lm_head)),
-         "the LM head of LlamaForCausalLM are not plain layers"),
+        (
+            lambda m, layer: setattr(m, "lm_head", nn.Sequential(m.lm_head)),
+            "the LM head of LlamaForCausalLM are not plain layers",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_would_be_passed_by_is_refused(tiny, as_on_a_gpu, change, said):
     model = tiny(**SIZES).bfloat16()
     change(model, model.model.layers[1])
@@ -317,11 +327,13 @@ def test_fused_weights_are_not_copied(tiny):
     [
         ({"rope_type": "default"}, None),
         ({"rope_type": "default", "partial_rotary_factor": 0.75}, None),
-        ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32},
-         "longrope rotary positions depend on the longest sequence"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32},
+            "longrope rotary positions depend on the longest sequence",
+        ),
     ],
     ids=["plain", "partial", "longrope"],
-)  # fmt: skip
+)
 def test_rotary_positions_of_phi3(tiny, as_on_a_gpu, rope, said):
     parameters = {"rope_theta": 1e4, **rope}
     model = tiny("phi3", hidden_size=256, rope_parameters=parameters).bfloat16()

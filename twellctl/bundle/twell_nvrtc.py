@@ -93,15 +93,22 @@ class Nvrtc:
         strings = ctypes.c_char_p * len(headers)
         program = ctypes.c_void_p()
         self._call(
-            "nvrtcCreateProgram", ctypes.byref(program), sources[name], name.encode(),
-            len(headers), strings(*headers.values()), strings(*(key.encode() for key in headers)),
-        )  # fmt: skip
+            "nvrtcCreateProgram",
+            ctypes.byref(program),
+            sources[name],
+            name.encode(),
+            len(headers),
+            strings(*headers.values()),
+            strings(*(key.encode() for key in headers)),
+        )
         try:
             options = [option.encode() for option in (*OPTIONS, f"-arch={arch}")]
             self._call(
-                "nvrtcCompileProgram", program, len(options),
+                "nvrtcCompileProgram",
+                program,
+                len(options),
                 (ctypes.c_char_p * len(options))(*options),
-            )  # fmt: skip
+            )
             return Cubin(self._read("CUBIN", program), self._log(program))
         except KernelError as error:
             version = ".".join(map(str, self.version))

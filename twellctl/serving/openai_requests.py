@@ -27,7 +27,7 @@ from twellctl.serving.tools import CHOICE, PARALLEL, TOOLS, Calling, parse_tools
 
 MAX_CHOICES = 128
 MAX_COMPLETION_LOGPROBS = 5
-MAX_STOPS = 64
+MAX_STOPS, MAX_STOP = 64, 1000  # texts, characters of one
 MAX_BIASES = 1024
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 ROLES |= {"tool": "tool", "function": "tool"}
@@ -240,7 +240,10 @@ def _stops(stop: Any) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         raise invalid("stop", f"must be text or a list of up to {MAX_STOPS} texts", stop)
-    return tuple(text for text in stops if check_text("stop", text))
+    for text in stops:
+        if len(check_text("stop", text)) > MAX_STOP:  # each token is looked for in all of it
+            raise invalid("stop", f"may only hold texts of up to {MAX_STOP} characters", text)
+    return tuple(filter(None, stops))
 
 
 def _include_usage(body: dict[str, Any]) -> bool:
