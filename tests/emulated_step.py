@@ -101,7 +101,7 @@ class Model:
             given[name] = (values.t() if turned else values).contiguous()
         return given | scales
 
-    def table(self) -> Tensor:
+    def layer_table(self) -> Tensor:
         """The kernel's table of layers: pointers, screen, window, and of e4m3 the scales."""
         rows = []
         for layer in self.given:
@@ -163,7 +163,7 @@ def emulate(
             (blocks,),
             288,
             (
-                *(model.table(), *sizes, *inputs, model.cos, model.sin, EPS, D**-0.5),
+                *(model.layer_table(), *sizes, *inputs, model.cos, model.sin, EPS, D**-0.5),
                 *(words, epoch, counts[i], logits[i]),
             ),
             SMEM_BYTES,

@@ -168,8 +168,8 @@ MUTATIONS = (
         "no such memory",
         (
             "a token too far",
-            "Numbers::load(x + row + column)",
-            "Numbers::load(x + row + K + column)",
+            "Numbers<Weight>::load(x + row + column)",
+            "Numbers<Weight>::load(x + row + K + column)",
         ),
     ),
     of(
@@ -198,7 +198,7 @@ MORE = (
         "ffn/few_walk.cuh",
         None,
         ("no scale of up", "up *= scale;", "up *= 1.f;"),
-        ("another column's scale", "column_scales(n)", "column_scales(own)"),
+        ("another column's scale", "of_columns(n)", "of_columns(own)"),
     ),
     of(
         pairs_e4m3,

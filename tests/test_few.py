@@ -191,7 +191,7 @@ def claims_of(file: str, limits: Limits, kind: str = "bf16") -> list[str]:
     """That each launch planned of a file's kernels has just the shared memory that they ask for."""
     claims = {}
     for M in TOKENS:
-        for K in (K for K in LENGTHS if not (kind == "e4m3" and K % 128)):  # more than it takes
+        for K in (K for K in LENGTHS if K % KINDS[kind].step == 0):
             for N in NEURONS:
                 plan = plan_few(M, N, K, limits, kind)
                 for launch in launches_of(plan):
@@ -219,6 +219,18 @@ def test_shared_memory_is_what_the_kernels_ask_for(file, limits, arch, kind):
     claims = claims_of(file, limits, kind)
     assert len(claims) > 100
     compile_claims(file, [*claims, f"few::kThreads == {twell_few._BLOCK}"], arch)
+
+
+def test_kinds_of_weights_are_those_of_the_kernels():
+    claims = [
+        f"{kind.struct}::{name} == {int(number)}"
+        for kind in KINDS.values()
+        for name, number in (
+            ("kBits", kind.bits),
+            ("kInF16", kind.in_f16),
+        )
+    ]
+    compile_claims("tile/weights.cuh", claims, "sm_80")
 
 
 def test_the_compiler_would_object():

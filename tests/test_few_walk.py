@@ -137,7 +137,7 @@ def test_it_is_loaded_where_it_may_be_launched():
 
 
 def test_shared_memory_is_what_the_kernel_asks_for():
-    claims = ["few_walk::kWays<few_walk::Bf16> == 2 && few_walk::kWays<few_walk::E4m3> == 4"]
+    claims = ["few_walk::kWays<Bf16> == 2 && few_walk::kWays<E4m3> == 4"]
     for kind, K, N in OF_ALL:
         for size in WALK_SIZES:
             plan = twell_few_walk._plan(N, K, size, kind)

@@ -2,10 +2,10 @@
 //
 // The blocks of a cluster share what fired for their token: each makes the list of all of it, or,
 // where there are more neurons than its threads look at in one go, of its range of neurons. A
-// thread has 16 bytes of a row: 8 columns of K, over e4m3 16. Of kBatch pairs at a time it asks for
+// thread has 16 bytes of a row: 8 columns of K in bf16, 16 in e4m3. Of kBatch pairs at a time it asks for
 // those of each row of W_up, and at once for those of W_down, so that both are under way; with
 // several ways, 2 or 4, each takes every ways-th batch by threads of its own. Both products are
-// mma's, by what the weights are (few_walk_numbers.cuh).
+// mma's (few_walk_numbers.cuh).
 //
 // The blocks' sums of y go to the block that owns the columns (st.async: a barrier of the cluster
 // would carry a fence over all memory), which adds them up in a fixed order. Nothing overflows, no
@@ -13,7 +13,7 @@
 // NaN in a row of W_down makes NaN of columns beside its own.)
 //
 // `walk_token` follows few_linear, behind whose wait all that came before has ended, or starts when
-// the gate product has ended. So x may be read before the wait. Its parts make heavy_walk.cuh, too.
+// the gate product has ended. So x may be read before the wait.
 #pragma once
 
 #include "spec.cuh"
@@ -56,13 +56,13 @@ struct Sizes {
 };
 
 // ALL: each block looks at all neurons in one go, and has every SIZEth pair. Else it has a range.
-template <class Numbers, bool ALL, int SIZE>
+template <class Weight, bool ALL, int SIZE>
 class Walk {
-    using Number = typename Numbers::Number;
+    using Memory = typename Weight::Memory;
 
   public:
-    Numbers numbers;
-    const Number *w_up, *w_down;  // from the thread's column on
+    Scales scales;
+    const Memory *w_up, *w_down;  // from the thread's column on
     const unsigned short* b_up;
     unsigned row_bytes, head, list, gates;  // list: neurons; gates: of each, fp32
     int num;                                // pairs of the block
@@ -122,9 +122,9 @@ class Walk {
     }
 
     // Each `ways`th batch, into sums of columns of y.
-    __device__ __forceinline__ void run(const typename Numbers::Input& x, int way,
+    __device__ __forceinline__ void run(const typename Numbers<Weight>::Input& x, int way,
                                         const Sizes& sizes, unsigned parts,
-                                        typename Numbers::Sums& y) const {
+                                        typename Numbers<Weight>::Sums& y) const {
         const int step = kBatch * sizes.ways;
         Rows up, down;
         float scale = 1.f;
@@ -144,14 +144,14 @@ class Walk {
             }
             if (!goes_on) break;
             load_batch(down, w_down, base + step);
-            if constexpr (Numbers::kScaled) scale = load_scale(base + step);
+            if constexpr (Weight::kRowScales) scale = load_scale(base + step);
             base += step;
         }
     }
 
   private:
     // The rows of the list's places `base` on; behind its end the last one's.
-    __device__ __forceinline__ void load_batch(Rows& rows, const Number* weight, int base) const {
+    __device__ __forceinline__ void load_batch(Rows& rows, const Memory* weight, int base) const {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
             rows[i] = load_constant(
@@ -160,11 +160,11 @@ class Walk {
 
     // Of each pair the sums over the columns of quads of lanes, to [quads][pairs].
     __device__ __forceinline__ static void leave_parts(const Rows& up,
-                                                       const typename Numbers::Input& x,
+                                                       const typename Numbers<Weight>::Input& x,
                                                        unsigned to) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         float sums[kBatch];
-        Numbers::find_dots(up, x, sums);
+        Numbers<Weight>::find_dots(up, x, sums);
         if (t == g / 2) {
             to += 4 * kBatch * g;
             store_shared_floats(to, make_float4(sums[0], sums[1], sums[2], sums[3]));
@@ -175,7 +175,7 @@ class Walk {
     // Of the row of W_up whose pair `find_hidden` has in this lane.
     __device__ __forceinline__ float load_scale(int base) const {
         const int place = base + threadIdx.x % 32 / 4;
-        return numbers.scale_of(load_shared_word(list + 4 * min(place, num - 1)));
+        return scales.of_neuron(load_shared_word(list + 4 * min(place, num - 1)));
     }
 
     // To lanes 8 i: h of pairs 2 i and 2 i + 1, bf16; 0 behind the list's end.
@@ -192,7 +192,7 @@ class Walk {
             for (int j = 0; j < kQuads / 2; ++j) up += load_shared_float(from + 16 * j * kBatch);
         up += __shfl_xor_sync(~0u, up, 1);
         up += __shfl_xor_sync(~0u, up, 2);
-        if constexpr (Numbers::kScaled) up *= scale;
+        if constexpr (Weight::kRowScales) up *= scale;
         if (b_up) up += bf16_value(b_up[load_shared_word(list + at)]);
         const float h = place < num ? gate * rounded(up) : 0.f;
         return bf16_pair(h, __shfl_xor_sync(~0u, h, 4));
@@ -204,13 +204,13 @@ struct Place {
     int rank, way, thread;  // the thread in its way
     unsigned head, barrier, list, parts, slots;
 
-    template <class Numbers>
+    template <class Weight>
     __device__ __forceinline__ static Place find(const Sizes& sizes, const uint4* memory) {
         Place at;
         at.rank = cluster_rank();
         at.way = 0;
 #pragma unroll
-        for (int i = 1; i < kWays<Numbers>; ++i)
+        for (int i = 1; i < kWays<Weight>; ++i)
             at.way += static_cast<int>(threadIdx.x) >= 32 * sizes.warps * i;
         at.thread = threadIdx.x - 32 * sizes.warps * at.way;
         at.head = opaque(smem_address(memory)), at.barrier = at.head + kHeadBytes - 16;
@@ -232,25 +232,26 @@ struct Place {
     }
 };
 
-template <class Walk, class Numbers>
-__device__ __forceinline__ Walk walk_at(const Place& at, const Numbers& numbers, const Sizes& sizes,
-                                        const typename Numbers::Number* w_up,
-                                        const typename Numbers::Number* w_down,
+template <class Weight, bool ALL, int SIZE>
+__device__ __forceinline__ Walk<Weight, ALL, SIZE> walk_at(const Place& at, const Scales& scales, const Sizes& sizes,
+                                        const typename Weight::Memory* w_up,
+                                        const typename Weight::Memory* w_down,
                                         const unsigned short* b_up, int column) {
-    Walk walk;
-    walk.numbers = numbers;
-    walk.w_up = opaque(w_up + column), walk.w_down = opaque(w_down + column), walk.b_up = b_up;
-    walk.row_bytes = sizeof(typename Numbers::Number) * sizes.K;
+    Walk<Weight, ALL, SIZE> walk;
+    walk.scales = scales;
+    walk.w_up = opaque(Weight::at(w_up, column));
+    walk.w_down = opaque(Weight::at(w_down, column)), walk.b_up = b_up;
+    walk.row_bytes = Weight::bytes(sizes.K);
     walk.head = at.head, walk.list = at.list, walk.gates = at.list + 4 * sizes.cap;
     return walk;
 }
 
 // The block's sums go to the owners of their columns; what came for its own is added up, and makes
 // the row of y that begins at `row`.
-template <int SIZE, class Numbers>
-__device__ __forceinline__ void finish_row(const Place& at, const Numbers& numbers,
-                                           const typename Numbers::Sums& sums, const Sizes& sizes,
-                                           const unsigned short* b_down,
+template <class Weight, int SIZE>
+__device__ __forceinline__ void finish_row(const Place& at, const Scales& scales,
+                                           const typename Numbers<Weight>::Sums& sums,
+                                           const Sizes& sizes, const unsigned short* b_down,
                                            const unsigned short* residual, long long row,
                                            unsigned short* y) {
     const int columns = sizes.columns, K = sizes.K;
@@ -263,7 +264,7 @@ __device__ __forceinline__ void finish_row(const Place& at, const Numbers& numbe
         const unsigned to = address_in_block(place, owner);
         const unsigned their_barrier = address_in_block(at.barrier, owner);
 #pragma unroll
-        for (int i = 0; i < kColumns<Numbers> / 4; ++i)
+        for (int i = 0; i < Weight::kEach / 4; ++i)
             store_cluster_async(to + 16 * i, their_barrier, sums.four(i));
     }
     const int own = 4 * threadIdx.x, n = at.rank * columns + own;
@@ -271,8 +272,8 @@ __device__ __forceinline__ void finish_row(const Place& at, const Numbers& numbe
     uint2 bias = {}, more = {};
     if (b_down) bias = *reinterpret_cast<const uint2*>(b_down + n);
     if (residual) more = load_written_pair(residual + row + n);
-    uint4 scales = {};
-    if constexpr (Numbers::kScaled) scales = numbers.column_scales(n);
+    uint4 own_scales = {};
+    if constexpr (Weight::kRowScales) own_scales = scales.of_columns(n);
     barrier_wait(at.barrier, 0);
     float total[4] = {};
 #pragma unroll 1
@@ -284,9 +285,9 @@ __device__ __forceinline__ void finish_row(const Place& at, const Numbers& numbe
             total[0] += __uint_as_float(four.x), total[1] += __uint_as_float(four.y);
             total[2] += __uint_as_float(four.z), total[3] += __uint_as_float(four.w);
         }
-    if constexpr (Numbers::kScaled) {
-        total[0] *= __uint_as_float(scales.x), total[1] *= __uint_as_float(scales.y);
-        total[2] *= __uint_as_float(scales.z), total[3] *= __uint_as_float(scales.w);
+    if constexpr (Weight::kRowScales) {
+        total[0] *= __uint_as_float(own_scales.x), total[1] *= __uint_as_float(own_scales.y);
+        total[2] *= __uint_as_float(own_scales.z), total[3] *= __uint_as_float(own_scales.w);
     }
     total[0] += bf16_value(bias.x & 0xffff), total[1] += bf16_value(bias.x >> 16);
     total[2] += bf16_value(bias.y & 0xffff), total[3] += bf16_value(bias.y >> 16);
@@ -299,10 +300,10 @@ __device__ __forceinline__ void finish_row(const Place& at, const Numbers& numbe
     store_pair(y + row + n, bf16_pair(total[0], total[1]), bf16_pair(total[2], total[3]));
 }
 
-template <bool ALL, int SIZE, class Numbers>
+template <class Weight, bool ALL, int SIZE>
 __device__ __forceinline__ void walk_token(
-    const Numbers& numbers, const unsigned short* x, const typename Numbers::Number* w_up,
-    const typename Numbers::Number* w_down, const unsigned short* b_up,
+    const Scales& scales, const unsigned short* x, const typename Weight::Memory* w_up,
+    const typename Weight::Memory* w_down, const unsigned short* b_up,
     const unsigned short* b_down, const unsigned short* gate, const unsigned short* residual,
     const Sizes& sizes, int* counts, unsigned short* y, const uint4* memory) {
     let_next_start();  // before the wait: of what comes, only weights are read before its own
@@ -310,17 +311,17 @@ __device__ __forceinline__ void walk_token(
         (ALL && sizes.N / 8 > kChunks * static_cast<int>(blockDim.x)))
         __trap();
     const int token = blockIdx.x / SIZE, K = sizes.K;
-    const Place at = Place::find<Numbers>(sizes, memory);
+    const Place at = Place::find<Weight>(sizes, memory);
     at.begin<SIZE>(sizes);
 
     const long long row = static_cast<long long>(token) * K;
-    const bool is_there = kColumns<Numbers> * at.thread < K;
-    const int column = is_there ? kColumns<Numbers> * at.thread : 0;
-    using Own = Walk<Numbers, ALL, SIZE>;
-    Own walk = walk_at<Own>(at, numbers, sizes, w_up, w_down, b_up, column);
-    typename Numbers::Input own_x = Numbers::load(x + row + column);
+    const bool is_there = Weight::kEach * at.thread < K;
+    const int column = is_there ? Weight::kEach * at.thread : 0;
+    Walk<Weight, ALL, SIZE> walk =
+        walk_at<Weight, ALL, SIZE>(at, scales, sizes, w_up, w_down, b_up, column);
+    typename Numbers<Weight>::Input own_x = Numbers<Weight>::load(x + row + column);
     if (!is_there) own_x = {};
-    Numbers::settle(own_x);
+    Numbers<Weight>::settle(own_x);
     cluster_wait();  // all blocks are there, and their barriers
 
     wait_for_previous();
@@ -328,10 +329,10 @@ __device__ __forceinline__ void walk_token(
         walk.make_list(gate + static_cast<long long>(token) * sizes.N, sizes.N, at.rank);
     if (counts && threadIdx.x == 0 && found && (!ALL || at.rank == 0))
         atomicAdd(counts + token, found);
-    typename Numbers::Sums sums;
+    typename Numbers<Weight>::Sums sums;
     if (walk.num > kBatch * at.way)
         walk.run(own_x, at.way, sizes, at.parts + at.way * sizes.parts(), sums);
-    finish_row<SIZE>(at, numbers, sums, sizes, b_down, residual, row, y);
+    finish_row<Weight, SIZE>(at, scales, sums, sizes, b_down, residual, row, y);
 }
 
 }  // namespace few_walk

@@ -1,13 +1,13 @@
-// What few_walk computes with: its two products by mma, over bf16 and over e4m3. Of each mma a part
-// is wanted. Even so it takes a fraction of the instructions that unpacking and adding up would,
-// and what a kernel's first run through its code costs goes by those (0.1 us for a hundred).
+// What few_walk computes with: its two products by mma, in bf16 or in f16, as its kind of weights
+// becomes (tile/weights.cuh). Of each mma a part is wanted. Even so it takes a fraction of the
+// instructions that unpacking and adding up would, and the first run of a kernel through its code
+// costs time by their number (0.1 us for a hundred).
 //
 //     dot products with x      rows: a quad's columns; columns: a quad's x; wanted: the diagonal
 //     sums of h times rows     rows: columns of y; columns: which lane's; k: pairs of that lane
 //
 // (Of a warp, lane = 4 g + t: g is the quad, t the lane in it, as in ptx/mma.cuh.) Both kinds have
 //
-//     Number, kScaled    a weight; whether rows of weights have scales
 //     Input              the thread's columns of x: `load` asks for them, `settle` makes them what
 //                        `find_dots` takes
 //     find_dots          to lane t = g / 2 of each quad, of each pair: the sum over the quad's
@@ -24,6 +24,7 @@
 #include "ptx/halves.cuh"
 #include "ptx/mma.cuh"
 #include "tile/halves.cuh"
+#include "tile/weights.cuh"
 
 namespace few_walk {
 
@@ -31,20 +32,27 @@ constexpr int kBatch = spec::FEW_WALK_BATCH;  // pairs of which rows are under w
 
 using Rows = uint4[kBatch];
 
-template <class Numbers>
-constexpr int kColumns = 16 / sizeof(typename Numbers::Number);  // of K, that a thread has
-// of a block, at most: a row over e4m3 takes half the threads
-template <class Numbers>
-constexpr int kWays = spec::FEW_WALK_WAYS * kColumns<Numbers> / 8;
+// of a block, at most: the fewer bits a weight has, the fewer threads has a row
+template <class Weight>
+constexpr int kWays = spec::FEW_WALK_WAYS * Weight::kEights;
 
+// Of kinds of weights that have them, else null.
 struct Scales {
     const float *neurons, *columns;  // of rows of W_up, of columns of y
+
+    __device__ __forceinline__ float of_neuron(unsigned neuron) const {
+        return __uint_as_float(load_constant_word(neurons + neuron));
+    }
+    // Of four, from column `first` on.
+    __device__ __forceinline__ uint4 of_columns(int first) const {
+        return load_constant(columns + first);
+    }
 };
 
-struct Bf16 : Scales {  // which are none
-    using Number = unsigned short;
+template <class Weight, bool IN_F16 = Weight::kInF16>
+struct Numbers {
+    static_assert(Weight::kEights == 1, "a thread has eight columns");
     using Input = uint4;
-    static constexpr bool kScaled = false;
 
     __device__ __forceinline__ static Input load(const unsigned short* from) {
         return load_written(from);
@@ -114,35 +122,34 @@ struct Bf16 : Scales {  // which are none
 
 // Weights become f16, exactly. So do x and h, times powers of two (tile/halves.cuh): that of x is
 // of a quad's columns, whose sum is one of its own; that of h is of the largest so far. No half of
-// an mma is thrown away as over bf16. For the dots rows g have one pair, rows g + 8 the next. For y
+// an mma is thrown away as in bf16. For the dots rows g have one pair, rows g + 8 the next. For y
 // a word has two columns side by side of one row: columns of b choose the lane and the one of both.
-struct E4m3 : Scales {
-    using Number = unsigned char;
-    static constexpr bool kScaled = true;
-
+template <class Weight>
+struct Numbers<Weight, true> {
     struct Input {
-        uint4 low, high;
+        uint4 of[Weight::kEights];
         float back;  // what sums with them are multiplied by
     };
 
-    __device__ __forceinline__ float scale_of(unsigned neuron) const {
-        return __uint_as_float(load_constant_word(neurons + neuron));
-    }
-    // Of four, from column `first` on.
-    __device__ __forceinline__ uint4 column_scales(int first) const {
-        return load_constant(columns + first);
-    }
-
     __device__ __forceinline__ static Input load(const unsigned short* from) {
-        return {load_written(from), load_written(from + 8), 0.f};
+        Input x;
+#pragma unroll
+        for (int part = 0; part < Weight::kEights; ++part)
+            x.of[part] = load_written(from + 8 * part);
+        x.back = 0.f;
+        return x;
     }
     __device__ __forceinline__ static void settle(Input& x) {
-        unsigned most = most_of(x.high, most_of(x.low, 0));
+        unsigned most = 0;
+#pragma unroll
+        for (int part = 0; part < Weight::kEights; ++part) most = most_of(x.of[part], most);
         most = max(most & 0xffff, most >> 16);
         most = max(most, __shfl_xor_sync(~0u, most, 1));
         most = max(most, __shfl_xor_sync(~0u, most, 2));
         const unsigned power = power_for_f16(most), pair = power << 7 | power << 23;
-        x = {scaled(x.low, pair), scaled(x.high, pair), power_back(power)};
+#pragma unroll
+        for (int part = 0; part < Weight::kEights; ++part) x.of[part] = scaled(x.of[part], pair);
+        x.back = power_back(power);
     }
 
     __device__ __forceinline__ static void find_dots(const Rows& up, const Input& x,
@@ -151,8 +158,10 @@ struct E4m3 : Scales {
 #pragma unroll
         for (int i = 0; i < kBatch; i += 2) {
             float both[4] = {};
-            add_dots(both, low_of(up[i]), low_of(up[i + 1]), x.low);
-            add_dots(both, high_of(up[i]), high_of(up[i + 1]), x.high);
+#pragma unroll
+            for (int part = 0; part < Weight::kEights; ++part)
+                add_dots(both, Weight::as_f16(up[i], part), Weight::as_f16(up[i + 1], part),
+                         x.of[part]);
             dots[i] = x.back * (is_odd ? both[1] : both[0]);
             dots[i + 1] = x.back * (is_odd ? both[3] : both[2]);
         }
@@ -173,12 +182,16 @@ struct E4m3 : Scales {
                 const unsigned both = __shfl_sync(~0u, hidden, 4 * i);
                 const unsigned h = permute_bytes(both, 0, first);
                 const unsigned more = permute_bytes(both, 0, second);
-                add_eight(y_[0], y_[1], low_of(down[i]), low_of(down[i + 1]), h, more);
-                add_eight(y_[2], y_[3], high_of(down[i]), high_of(down[i + 1]), h, more);
+#pragma unroll
+                for (int part = 0; part < Weight::kEights; ++part)
+                    add_eight(y_[2 * part], y_[2 * part + 1], Weight::as_f16(down[i], part),
+                              Weight::as_f16(down[i + 1], part), h, more);
             }
         }
 
-        __device__ __forceinline__ static int first_column(int thread) { return 16 * thread; }
+        __device__ __forceinline__ static int first_column(int thread) {
+            return Weight::kEach * thread;
+        }
         __device__ __forceinline__ float4 four(int i) const {
             const float back = power_back(power_);
             return make_float4(back * y_[i][0], back * y_[i][1], back * y_[i][2], back * y_[i][3]);
@@ -195,7 +208,7 @@ struct E4m3 : Scales {
             const int exponent = max(127 + static_cast<int>(power) - static_cast<int>(power_), 0);
             const float change = __uint_as_float(static_cast<unsigned>(exponent) << 23);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < kFours; ++i)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) y_[i][j] *= change;
             power_ = power;
@@ -209,20 +222,15 @@ struct E4m3 : Scales {
             multiply_add_f16(next, a.z, a.w, b.z, b.w, h, more);
         }
 
-        float y_[4][4] = {};     // the thread's columns 4 i + j, times the power of two
-        unsigned power_ = 253;  // by its exponent: the largest (power_for_f16)
+        static constexpr int kFours = Weight::kEach / 4;
+        float y_[kFours][4] = {};  // the thread's columns 4 i + j, times the power of two
+        unsigned power_ = 253;     // by its exponent: the largest (power_for_f16)
     };
 
   private:
     __device__ __forceinline__ static uint4 scaled(const uint4& v, unsigned pair) {
         return make_uint4(scaled_f16(v.x, pair), scaled_f16(v.y, pair), scaled_f16(v.z, pair),
                           scaled_f16(v.w, pair));
-    }
-    __device__ __forceinline__ static uint4 low_of(const uint4& row) {
-        return e4m3_as_f16(row.x, row.y);
-    }
-    __device__ __forceinline__ static uint4 high_of(const uint4& row) {
-        return e4m3_as_f16(row.z, row.w);
     }
     __device__ __forceinline__ static void add_dots(float (&sums)[4], const uint4& a,
                                                     const uint4& b, const uint4& x) {

@@ -8,16 +8,6 @@ __device__ __forceinline__ unsigned f16_pair(float low, float high) {
     return pair;
 }
 
-// Two e4m3 values in 16 bits, the first in the low byte: rounded to nearest even, NaN stays. What
-// is too large becomes the largest. From sm_89 on; before it nothing.
-__device__ __forceinline__ unsigned e4m3_two(float low, float high) {
-    unsigned short two = 0;
-#if __CUDA_ARCH__ >= 890
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
-#endif
-    return two;
-}
-
 // The eight e4m3 values of two words, in order. From sm_89 on; before it nothing.
 __device__ __forceinline__ uint4 e4m3_as_f16(unsigned low, unsigned high) {
     uint4 eight = {};

@@ -22,7 +22,6 @@
 #include "ptx/arithmetic.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/halves.cuh"
-#include "tile/e4m3.cuh"
 #include "tile/eights.cuh"
 #include "tile/halves.cuh"
 
@@ -43,6 +42,8 @@ struct OfBits {
     }
 };
 
+// ---- bf16
+
 struct Bf16 : OfBits<16, unsigned short> {
     using Eight = uint4;
     static constexpr int kMultiple = 64;
@@ -61,6 +62,17 @@ struct Bf16 : OfBits<16, unsigned short> {
     }
 };
 
+// ---- e4m3
+
+// Bytes `first` and `second` of a word of e4m3, as bf16, exactly: that has the same sign, more exponent
+// and more mantissa.
+__device__ __forceinline__ unsigned e4m3_pair(unsigned word, int first, int second) {
+    const unsigned upper = permute_bytes(word, 0, 0x4 | first << 4 | 0x4 << 8 | second << 12);
+    // exponent and mantissa, where bf16 has the lowest bits of its exponent: 2^-120 of the value
+    const unsigned small = (upper & 0x80008000) | (upper >> 4 & 0x07f007f0);
+    return multiply_add_pairs(small, 0x7b807b80, 0x80008000);
+}
+
 struct E4m3 : OfBits<8, unsigned char> {
     using Eight = uint2;
     static constexpr int kMultiple = 128;
@@ -71,7 +83,9 @@ struct E4m3 : OfBits<8, unsigned char> {
     }
 
     __device__ __forceinline__ static uint4 as_bf16(const uint4& chunk, int part) {
-        return e4m3_as_bf16(part ? chunk.z : chunk.x, part ? chunk.w : chunk.y);
+        const unsigned low = part ? chunk.z : chunk.x, high = part ? chunk.w : chunk.y;
+        return make_uint4(e4m3_pair(low, 0, 1), e4m3_pair(low, 2, 3), e4m3_pair(high, 0, 1),
+                          e4m3_pair(high, 2, 3));
     }
     __device__ __forceinline__ static uint4 as_f16(const uint4& chunk, int part) {
         return e4m3_as_f16(part ? chunk.z : chunk.x, part ? chunk.w : chunk.y);
@@ -81,7 +95,13 @@ struct E4m3 : OfBits<8, unsigned char> {
     }
 
     __device__ __forceinline__ static void unpack(const uint4& chunk, float (&values)[16]) {
-        ::unpack(chunk, values);
+        const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const unsigned pair = e4m3_pair(words[i / 2], i % 2 * 2, i % 2 * 2 + 1);
+            values[2 * i] = __uint_as_float(pair << 16);
+            values[2 * i + 1] = __uint_as_float(pair & 0xffff0000u);
+        }
     }
     __device__ __forceinline__ static void unpack_eight(const uint2& eight, float (&values)[8]) {
         unpack_f16(e4m3_as_f16(eight.x, eight.y), values);

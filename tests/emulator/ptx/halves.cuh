@@ -12,19 +12,6 @@ inline float e4m3_value(unsigned byte) {
     return byte & 128 ? -size : size;
 }
 
-// To nearest, of two as near the even one; what is too large becomes the largest.
-inline unsigned e4m3_rounded(float value) {
-    if (value != value) return 0x7f;
-    const float size = min(fabsf(value), 448.f);
-    unsigned below = 0x7e;  // the codes lie in the order of their values
-    while (e4m3_value(below) > size) --below;
-    if (below < 0x7e) {
-        const float down = size - e4m3_value(below), up = e4m3_value(below + 1) - size;
-        if (up < down || (up == down && below % 2)) ++below;
-    }
-    return below | (__builtin_signbit(value) ? 128 : 0);
-}
-
 inline float f16_of(unsigned pair, int half) {
     return bits<_Float16>(static_cast<unsigned short>(pair >> 16 * half));
 }
@@ -33,10 +20,6 @@ inline float f16_of(unsigned pair, int half) {
 
 inline unsigned f16_pair(float low, float high) {
     return emulator::f16_bits(low) | emulator::f16_bits(high) << 16;
-}
-
-inline unsigned e4m3_two(float low, float high) {
-    return emulator::e4m3_rounded(low) | emulator::e4m3_rounded(high) << 8;
 }
 
 inline uint4 e4m3_as_f16(unsigned low, unsigned high) {
