@@ -292,28 +292,22 @@ struct Products : Block {
                                                         const Columns<Kind>& x) {
         float sums[2][4] = {};
 #pragma unroll
-        for (int i = 0; i < Units<Kind>::kChunks; ++i)
+        for (int i = 0; i < Units<Kind>::kChunks; ++i) {
+            uint4 eights[Kind::kEights];
+#pragma unroll
+            for (int part = 0; part < Kind::kEights; ++part)
+                eights[part] = operands_of<Kind, Kind::kInF16>(unit[i], part);
 #pragma unroll
             for (int part = 0; part < Kind::kEights; ++part) {
                 const int at = Kind::kEights * i + part;
-                multiply_eight<Kind>(sums[at % 2], unit[i], part, x.of[at].b0, x.of[at].b1);
+                const uint4& a = eights[part];
+                multiply_add_either<Kind::kInF16>(sums[at % 2], a.x, a.y, a.z, a.w, x.of[at].b0,
+                                                  x.of[at].b1);
             }
+        }
         float sum = (sums[0][0] + sums[0][3]) + (sums[1][0] + sums[1][3]);
         if constexpr (Kind::kInF16) sum *= x.back;
         return opaque(sum);
-    }
-
-    // Onto the sums of an mma: eight of the weights in 16 bytes, times columns of x.
-    template <class Kind>
-    __device__ __forceinline__ static void multiply_eight(float (&sums)[4], const uint4& chunk,
-                                                          int part, unsigned b0, unsigned b1) {
-        if constexpr (Kind::kInF16) {
-            const uint4 a = Kind::as_f16(chunk, part);
-            multiply_add_f16(sums, a.x, a.y, a.z, a.w, b0, b1);
-        } else {
-            const uint4 a = Kind::as_bf16(chunk, part);
-            multiply_add(sums, a.x, a.y, a.z, a.w, b0, b1);
-        }
     }
 
     // The same of unit `j` of those in registers, times its row's scale.

@@ -132,7 +132,9 @@ struct Rows : Attention {
 #pragma unroll
         for (int part = 0; part < Weight::kEights; ++part) {
             const uint2 b = read_shared_pair(x + 16 * part);
-            multiply_eight<Weight>(Weight::kInF16 ? all : parts[in], chunk, part, b.x, b.y);
+            const uint4 a = operands_of<Weight, Weight::kInF16>(chunk, part);
+            multiply_add_either<Weight::kInF16>(Weight::kInF16 ? all : parts[in], a.x, a.y, a.z,
+                                                a.w, b.x, b.y);
         }
         if constexpr (Weight::kInF16)
             sum += opaque(all[0] + all[3]) *

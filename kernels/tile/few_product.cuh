@@ -272,20 +272,12 @@ class Product {
                 uint4 lower[kAtOnce], upper[kAtOnce];
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) {
-                    lower[i] = eight_of(low[i], part);
-                    upper[i] = eight_of(high[i], part);
+                    lower[i] = operands_of<Weight, SIZES::kInF16>(low[i], part);
+                    upper[i] = operands_of<Weight, SIZES::kInF16>(high[i], part);
                 }
                 multiply_octets(sums, lower, upper, stage, slab, half, part, num);
             }
         }
-    }
-
-    // Eight of the weights in 16 bytes, as what x is.
-    __device__ __forceinline__ static uint4 eight_of(const uint4& chunk, int part) {
-        if constexpr (SIZES::kInF16)
-            return Weight::as_f16(chunk, part);
-        else
-            return Weight::as_bf16(chunk, part);
     }
 
     __device__ __forceinline__ void multiply_octets(float (&sums)[kAtOnce][kOctets][4],
@@ -299,19 +291,12 @@ class Product {
             for (int i = 0; i < kAtOnce; ++i) {
                 if (i >= num) break;
                 float(&own)[4] = sums[i][octet];
-                multiply_pair(own, low[i].x, high[i].x, low[i].y, high[i].y, b.x, b.y);
-                multiply_pair(own, low[i].z, high[i].z, low[i].w, high[i].w, b.z, b.w);
+                multiply_add_either<SIZES::kInF16>(own, low[i].x, high[i].x, low[i].y, high[i].y,
+                                                   b.x, b.y);
+                multiply_add_either<SIZES::kInF16>(own, low[i].z, high[i].z, low[i].w, high[i].w,
+                                                   b.z, b.w);
             }
         }
-    }
-
-    __device__ __forceinline__ static void multiply_pair(float (&sums)[4], unsigned a0, unsigned a1,
-                                                         unsigned a2, unsigned a3, unsigned b0,
-                                                         unsigned b1) {
-        if constexpr (SIZES::kInF16)
-            multiply_add_f16(sums, a0, a1, a2, a3, b0, b1);
-        else
-            multiply_add(sums, a0, a1, a2, a3, b0, b1);
     }
 
     // Where the lane reads 8 columns of x.

@@ -22,6 +22,7 @@
 #include "ptx/arithmetic.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/halves.cuh"
+#include "ptx/mma.cuh"
 #include "tile/eights.cuh"
 #include "tile/halves.cuh"
 
@@ -107,3 +108,25 @@ struct E4m3 : OfBits<8, unsigned char> {
         unpack_f16(e4m3_as_f16(eight.x, eight.y), values);
     }
 };
+
+// ---- of each kind
+
+// Eight of the weights in 16 bytes, as f16 or bf16.
+template <class Weight, bool IN_F16>
+__device__ __forceinline__ uint4 operands_of(const uint4& chunk, int part) {
+    if constexpr (IN_F16)
+        return Weight::as_f16(chunk, part);
+    else
+        return Weight::as_bf16(chunk, part);
+}
+
+// The mma of either.
+template <bool IN_F16>
+__device__ __forceinline__ void multiply_add_either(float (&sums)[4], unsigned a0, unsigned a1,
+                                                    unsigned a2, unsigned a3, unsigned b0,
+                                                    unsigned b1) {
+    if constexpr (IN_F16)
+        multiply_add_f16(sums, a0, a1, a2, a3, b0, b1);
+    else
+        multiply_add(sums, a0, a1, a2, a3, b0, b1);
+}
