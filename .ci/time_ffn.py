@@ -1,7 +1,7 @@
 """Times one gated FFN, over TwELL and densely by PyTorch, in bf16 and in FP8. For developers.
 
     python .ci/time_ffn.py --tokens 131072 --tokens 256 --density 0.01
-    python .ci/time_ffn.py --fp8 --hidden-size 4096 --intermediate-size 14336 --tokens 16384
+    python .ci/time_ffn.py --fp8 --hidden-size 4096 --intermediate-size 14336 --tokens 16
     python .ci/time_ffn.py --train --tokens 16384 --density 0.005
 
 Weights and inputs are those of twellctl/firing/synthetic.py. All candidates take turns in one run,
@@ -19,16 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twellctl.bench import contest
-from twellctl.bench.dense_fp8 import SCHEMES, Scheme, fast_product, why_no_dense_fp8
 from twellctl.bench.device import bench_device, device_name
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Point
 from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_config import ROUTES, TILE
-from twellctl.bundle.twell_dense import rounded_weight
+from twellctl.bundle.twell_dense import gated_ffn, rounded_weight
+from twellctl.bundle.twell_e4m3 import why_no_products
 from twellctl.bundle.twell_ffn import sparse_ffn, train_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_train import plain_train_ffn
-from twellctl.bundle.twell_weights import FFN, Weight
+from twellctl.bundle.twell_weights import FFN
 from twellctl.firing.counts import LayerCount
 from twellctl.firing.synthetic import FfnWeights, make_rows, make_weights
 from twellctl.here.own_kernels import own_kernels
@@ -44,7 +44,9 @@ def main() -> None:
         (2 * given.intermediate_size, given.hidden_size),
         (given.hidden_size, given.intermediate_size),
     ]
-    no_fp8 = why_no_dense_fp8(device, BF16, sizes)
+    index = device.index if device.type == "cuda" else None
+    reasons = (why_no_products(index, N, K, str(BF16)) for N, K in sizes)
+    no_fp8 = next((said for said in reasons if said), None)
     print(f"{device_name(device)}, {given.hidden_size} x {given.intermediate_size}")
     if no_fp8:
         print(f"no dense FP8: {no_fp8}")
@@ -181,16 +183,14 @@ def _forward(
             DENSE,
             lambda number, run=fused: run(x, *vars(copies[number]).values()),
         )
-    for scheme in SCHEMES if with_fp8 else ():
-        run = contest.compiled(partial(_fp8_ffn, scheme), modes[-1])
-        rounded = [(scheme.of_weights(w.gate_up), scheme.of_weights(w.down), w) for w in copies]
+    in_fp8 = [_in_fp8(weights) for weights in copies] if with_fp8 or given.fp8 else []
+    if with_fp8:
+        densely = contest.compiled(gated_ffn, modes[-1])
         yield contest.Contender(
-            f"dense FP8 {scheme.name}",
-            DENSE_FP8,
-            lambda number, run=run, rounded=rounded: run(x, *rounded[number]),
+            f"dense FP8 {modes[-1]}", DENSE_FP8, lambda number: densely(x, in_fp8[number])
         )
     if given.fp8:
-        loaded = [_in_fp8(weights) for weights in copies]
+        loaded = in_fp8
     else:
         loaded = [weights.ffn for weights in _as_loaded(copies)]
     for route in given.route:
@@ -201,13 +201,6 @@ def _forward(
             TWELL,
             lambda number, run=run: run(x, loaded[number]),
         )
-
-
-def _fp8_ffn(scheme: Scheme, x: Tensor, gate_up, down, weights: FfnWeights) -> Tensor:
-    of_gate_up = Weight("e4m3", *gate_up, weights.gate_up_bias)
-    gate, up = fast_product(*scheme.of_inputs(x), of_gate_up).chunk(2, -1)
-    hidden = scheme.of_inputs(F.relu(gate) * up)
-    return fast_product(*hidden, Weight("e4m3", *down, weights.down_bias))
 
 
 def _in_fp8(weights: FfnWeights) -> FFN:

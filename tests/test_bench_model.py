@@ -156,13 +156,12 @@ def test_a_wrong_result_ends_in_an_error(cli, monkeypatch):
 
 
 def test_which_way_auto_went(monkeypatch):
-    bucket, auto = density_bucket(0.01), ("walk", "lists", "dense")
+    bucket, auto = density_bucket(0.01), ("union", "lists", "dense")
     kinds = {
         Kind("a GPU", 64, 256, False, 16384, bucket, 8, "hopper", auto): Choice("lists", "dense"),
-        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto): Choice("dense", "walk"),
+        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto): Choice("dense", "union"),
         Kind("a GPU", 64, 256, False, 16384, bucket, 16, "hopper", auto): Choice("dense", "dense"),
-        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto[:2]): Choice("walk", "walk"),
-        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper_e4m3", auto): Choice("walk", "lists"),
+        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto[:2]): Choice("union", "union"),
     }
     monkeypatch.setattr(twell_ffn, "known_choices", lambda: kinds)
     layers = [(8, 0.01), (8, 0.01), (16, 0.01), (8, 0.1)]
@@ -173,7 +172,6 @@ def test_which_way_auto_went(monkeypatch):
         for slots, density in layers
     ]
     monkeypatch.setattr(twell_side, "gated_ffns", lambda twin: ffns)
-    assert routes_taken(None, 10000, False) == {"lists": 2, "dense": 1}
+    assert routes_taken(None, 10000) == {"lists": 2, "dense": 1}
     # graphs are replayed there
-    assert routes_taken(None, 50, False) == {"walk": 2}
-    assert routes_taken(None, 50, True) == {"lists": 2}
+    assert routes_taken(None, 50) == {"union": 2}

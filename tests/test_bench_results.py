@@ -3,7 +3,6 @@
 import json
 import math
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,11 +16,8 @@ from twellctl.errors import TwellError
 
 def point(tokens: int, skipped: dict | None = None, **ms: float):
     """A point whose candidates took so many milliseconds; names with "_" for the blank."""
-    names = {
-        name.replace("_wise", "-wise").replace("_", " ").replace("fp8", "FP8"): value
-        for name, value in ms.items()
-    }
-    kinds = (results.DENSE_FP8, results.DENSE, results.TWELL)
+    names = {name.replace("_", " "): value for name, value in ms.items()}
+    kinds = (results.DENSE, results.TWELL)
     candidates = tuple(
         results.Candidate(
             name=name,
@@ -52,7 +48,6 @@ def test_ratios_are_of_the_fastest_over_the_fastest_of_all_dense_candidates():
 
 
 EAGER, COMPILED = "dense_eager", "dense_compile"
-ROWS, TENSORS = "dense_fp8_row_wise", "dense_fp8_tensor_wise"
 
 
 @pytest.mark.parametrize(
@@ -73,30 +68,6 @@ ROWS, TENSORS = "dense_fp8_row_wise", "dense_fp8_tensor_wise"
             {EAGER: 0.99},
             "1.31x as fast as eager bf16 at 131072 tokens, 0.99x at 256",
         ),
-        (
-            {EAGER: 3, ROWS: 0.7, TENSORS: 0.8},
-            {EAGER: 1.31, ROWS: 0.4, TENSORS: 0.5},
-            "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 (row-wise) at 131072 "
-            "tokens, 1.31x and 0.40x at 256",
-        ),
-        (
-            {EAGER: 3, ROWS: 0.8, TENSORS: 0.7},
-            {EAGER: 1.31, ROWS: 0.5, TENSORS: 0.4},
-            "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 (tensor-wise) at 131072 "
-            "tokens, 1.31x and 0.40x at 256",
-        ),
-        (
-            {EAGER: 3, ROWS: 0.7, TENSORS: 0.8},
-            {EAGER: 1.31, ROWS: 0.5, TENSORS: 0.4},
-            "3.00x as fast as eager bf16 and 0.70x as fast as dense FP8 at 131072 tokens, 1.31x "
-            "and 0.40x at 256",
-        ),
-        (
-            {EAGER: 2, ROWS: 0.5},
-            {EAGER: 2},
-            "2.00x as fast as eager bf16 and 0.50x as fast as dense FP8 (row-wise) at 131072 "
-            "tokens, 2.00x at 256",
-        ),
     ],
 )
 def test_the_sentence_names_what_is_compared(large, small, said):
@@ -106,33 +77,9 @@ def test_the_sentence_names_what_is_compared(large, small, said):
         assert found == [f"on this {place} this model is {said}"]
 
 
-def test_the_json_names_the_fastest_of_each_kind():
-    found = point(8, **{EAGER: 3, COMPILED: 1.5, ROWS: 0.8, TENSORS: 0.7}, twell=1).to_json()
+def test_the_json_names_the_fastest_dense_candidate():
+    found = point(8, **{EAGER: 3, COMPILED: 1.5}, twell=1).to_json()
     assert (found["fastest_dense"], found["over_fastest_dense"]) == ("dense compile", 1.5)
-    assert found["fastest_fp8"] == "dense FP8 tensor-wise"
-    assert found["over_fastest_fp8"] == pytest.approx(0.7)
-    found = point(8, dense_eager=2, twell=1).to_json()
-    assert (found["fastest_fp8"], found["over_fastest_fp8"]) == (None, None)
-
-
-def test_dense_fp8_is_never_the_fastest_dense_and_its_errors_are_its_own():
-    found = point(64, dense_eager=2, dense_fp8=0.5, twell=1)
-    eager, fp8, twell = found.candidates
-    spoilt = replace(fp8, errors={"error": 0.9, "worst_row_error": 0.9})
-    found = replace(found, outcome=results.Outcome("", (eager, spoilt, twell), {}))
-    assert (found.dense, found.wrong) == (eager, [])
-
-
-def test_twell_in_fp8_may_err_as_fp8_rounds():
-    right = point(64, dense_eager=2, twell=1)
-    eager, twell = right.candidates
-    for error, wrong in ((0.2, 0), (0.31, 1), (float("nan"), 1)):
-        errors = {"error": error, "worst_row_error": 0.3}
-        outcome = results.Outcome("", (eager, replace(twell, errors=errors)), {})
-        assert len(replace(right, outcome=outcome, explained=results.FP8_ROUNDING).wrong) == wrong
-        assert len(replace(right, outcome=outcome).wrong) == 2
-    (said,) = replace(right, outcome=outcome, explained=results.FP8_ROUNDING).wrong
-    assert said.endswith("at 64 tokens, where rounding to FP8 explains 0.3")
 
 
 @pytest.mark.parametrize("name", ["error", "worst_row_error"])

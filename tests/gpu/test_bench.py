@@ -23,7 +23,6 @@ SIZES = {
     "vocab_size": 16384,
     "max_position_embeddings": 2048,
 }
-FP8 = ["dense FP8 row-wise compile", "dense FP8 tensor-wise compile"]
 
 
 @pytest.mark.alone
@@ -50,34 +49,13 @@ def test_a_model_is_measured_eager_and_compiled(cli, monkeypatch, tmp_path):
     found = json.loads(out)
     assert [point["timed_by"] for point in found["points"]] == [PLAIN, GRAPHS]
     for point in found["points"]:
-        names = ["dense eager", "dense compile", *FP8, "twell eager", "twell compile"]
+        names = ["dense eager", "dense compile", "twell eager", "twell compile"]
         assert list(point["candidates"]) == names
         assert point["skipped"] == {}
         assert sum(point["auto_took"].values()) == 2
         errors = {name: c["error"] for name, c in point["candidates"].items()}
-        assert max(error for name, error in errors.items() if name not in FP8) < 0.03, errors
-        assert min(errors[name] for name in FP8) > 0.005, errors
-        assert max(errors.values()) < 0.15, errors
+        assert max(errors.values()) < 0.03, errors
     assert "this model (random, 2 layers) is " in found["sentences"][0]
-    assert " as fast as dense FP8" in found["sentences"][0]
-
-
-@on_hopper
-@pytest.mark.usefixtures("kernels")
-def test_a_model_in_fp8_is_compared_with_dense_bf16_and_fp8(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_model_module, "COUNTED_TOKENS", 4096)
-    words = ("--tokens", "256", "--seq-len", "256", "--density", "0.02", "--quantize", "fp8")
-    words += ("--config", write_config(tmp_path, **SIZES), "--rounds", "2", "--json", "-")
-    code, out, err = cli("bench", "model", *words)
-    assert code == 0, err[-1]
-    found = json.loads(out)
-    (point,) = found["points"]
-    twell = ["twell FP8 eager", "twell FP8 compile"]
-    assert list(point["candidates"]) == ["dense eager", "dense compile", *FP8, *twell]
-    assert point["skipped"] == {}
-    errors = {name: c["error"] for name, c in point["candidates"].items()}
-    assert max(errors[name] for name in twell) < 2 * errors["dense FP8 row-wise compile"], errors
-    assert "this model in FP8 (random, 2 layers) is " in found["sentences"][0]
 
 
 def test_an_export_is_measured_on_text(cli, relu_llama, text_file):

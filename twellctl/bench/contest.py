@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twellctl.bench.results import DENSE_FP8, FP8_ROUNDING, TWELL, Candidate, Outcome
+from twellctl.bench.results import TWELL, Candidate, Outcome
 from twellctl.bench.timing import GRAPHS_BELOW, Call, Timer, by_turns
 from twellctl.errors import TwellError, first_line
 
@@ -48,8 +48,8 @@ def hold(
 ) -> Outcome:
     """Measure all contenders on `tokens` rows a call; `errors_of(result)` judges inputs 0.
 
-    `graphs` False never replays CUDA graphs. Of the dense ones all but eager may fail or be wrong,
-    and are left out then. Raises `TwellError`.
+    `graphs` False never replays CUDA graphs. Of the dense ones all but eager may fail, and are left
+    out then. Raises `TwellError`.
     """
     timers: dict[str, Timer] = {}
     errors: dict[str, dict[str, float]] = {}
@@ -59,10 +59,7 @@ def hold(
         course.note(f"{what}: {name}")
         try:
             result = contender.call(0)
-            found = errors_of(result)
-            if contender.kind == DENSE_FP8 and not found["error"] <= FP8_ROUNDING["error"]:
-                raise ValueError(f"its result is wrong: a relative error of {found['error']:.2g}")
-            errors[name] = found
+            errors[name] = errors_of(result)
             del result
             graphed = graphs and tokens < GRAPHS_BELOW
             timers[name] = Timer(contender.call, num_inputs, course.device, graphed=graphed)

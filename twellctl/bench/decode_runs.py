@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bench.dense_fp8 import linear_sizes, why_no_dense_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.subject import DTYPE, Precisions
 from twellctl.bundle.twell_config import mapped_neurons
+from twellctl.bundle.twell_e4m3 import why_no_products
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.decoder import Decoder
@@ -168,10 +168,19 @@ def _in_fp8(models: Precisions) -> PreTrainedModel:
     if models.fp8 is not None:
         return models.fp8
     model = without_map(models.bf16)
-    if said := why_no_dense_fp8(model.device, DTYPE, linear_sizes(model.base_model)):
+    if said := _why_no_fp8(model):
         raise ValueError(said)
     rounded = shared_copy(model)
     round_model(rounded)
     if said := KernelDecoder.why_not(rounded):
         raise ValueError(said)
     return rounded
+
+
+def _why_no_fp8(model: PreTrainedModel) -> str | None:
+    """None if this device has FP8 products for the linear layers of `model`, else why not."""
+    index = model.device.index if model.device.type == "cuda" else None
+    linears = [m for m in model.base_model.modules() if type(m) is nn.Linear]
+    sizes = sorted({tuple(linear.weight.shape) for linear in linears})
+    reasons = (why_no_products(index, N, K, str(DTYPE)) for N, K in sizes)
+    return next((said for said in reasons if said), None)

@@ -7,10 +7,8 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 DENSE, DENSE_FP8, TWELL = "dense", "dense FP8", "twell"
-FP8_SCHEMES = ROW_WISE, TENSOR_WISE = "row-wise", "tensor-wise"  # of scales
 ROUNDING = 2  # times the error of dense eager are rounding
 ROUNDING_OF = {"worst_row_error": 4}
-FP8_ROUNDING = {"error": 0.3}  # of a whole model in FP8, over all rows
 
 
 @dataclass(frozen=True)
@@ -93,15 +91,13 @@ class Outcome:
 class Point(Rivals):
     """One token count. `about` holds what was measured of the inputs, JSON-ready.
 
-    `reference` is the dtype that errors are relative to. `explained`: by the name of an error how
-    much of it rounding explains in what runs over TwELL; None: some times what dense eager has.
+    `reference` is the dtype that errors are relative to.
     """
 
     tokens: int
     about: dict[str, Any]
     reference: str
     outcome: Outcome
-    explained: dict[str, float] | None = None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -115,8 +111,6 @@ class Point(Rivals):
             name: (ROUNDING_OF.get(name, ROUNDING) * error + 1e-6, f"dense eager has {error:.2g}")
             for name, error in eager.errors.items()
         }
-        if self.explained is not None:
-            allowed = {n: (m, f"rounding to FP8 explains {m:g}") for n, m in self.explained.items()}
         return [
             f"{c.name} has a relative {name.replace('_', ' ')} of {c.errors[name]:.2g} at "
             f"{self.tokens} tokens, where {words}"
@@ -133,10 +127,8 @@ class Point(Rivals):
             "timed_by": self.outcome.timed_by,
             "reference": self.reference,
             "fastest_dense": self.dense.name,
-            "fastest_fp8": self.dense_fp8 and self.dense_fp8.name,
             "twell": self.twell.name,
             "over_fastest_dense": self.over_dense(self.twell),
-            "over_fastest_fp8": self.over_fp8(self.twell),
             "candidates": {c.name: self._candidate_json(c) for c in self.candidates},
             "skipped": self.outcome.skipped,
         }
@@ -149,7 +141,6 @@ class Point(Rivals):
             "ms_samples": [1000 * sample for sample in candidate.samples],
             "tokens_per_ms": self.tokens / candidate.seconds / 1000,
             "over_fastest_dense": self.over_dense(candidate),
-            "over_fastest_fp8": self.over_fp8(candidate),
             **errors,
         }
 
@@ -184,11 +175,11 @@ class Bench(Run):
 
     @property
     def sentences(self) -> list[str]:
-        """Like "on this GPU this model is 1.31x as fast as compiled bf16 and 0.97x as fast as dense
-        FP8 (row-wise) at 131072 tokens, 1.42x and 0.95x at 256".
+        """Like "on this GPU this model is 1.31x as fast as compiled bf16 at 131072 tokens, 1.42x at
+        256".
         """
         points = sorted(self.points, key=lambda point: -point.tokens)
-        rivals = [f"{_called(points)} bf16", _called_fp8(points)]
+        rivals = [f"{_called(points)} bf16"]
         places = [f"{points[0].tokens} tokens", *(str(point.tokens) for point in points[1:])]
         return [f"on this {self.place} {self.what} is {compared(points, rivals, places)}"]
 
@@ -205,15 +196,6 @@ def _called(points: Sequence[Point]) -> str:
     modes = {point.dense.name.split()[1] for point in points}
     words = {"eager": "eager", "compile": "compiled"}
     return words[modes.pop()] if len(modes) == 1 else "the fastest dense"
-
-
-def _called_fp8(points: Sequence[Point]) -> str:
-    """The fastest dense candidates in FP8, with the scheme of their scales if all have the same."""
-    names = [point.dense_fp8.name for point in points if point.dense_fp8 is not None]
-    for scheme in FP8_SCHEMES:
-        if all(scheme in name for name in names):
-            return f"dense FP8 ({scheme})"
-    return "dense FP8"
 
 
 def finite(number: float) -> float | None:

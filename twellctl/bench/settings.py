@@ -18,7 +18,6 @@ class AnyModel:
     """What both commands have: `model` on the text of `data`, or without them a random one.
 
     The random one has the shape of `config` (None: a Llama), with `layers` layers if given.
-    `quantize` "fp8": either is benched in FP8, as an FP8 export always is.
     """
 
     _LENGTHS: ClassVar[tuple[str, ...]] = ()  # settings that make up the length of a text
@@ -39,12 +38,6 @@ class AnyModel:
     layers: int | None = setting(
         None, "Layers of the random model, if all do not fit. [default: all]", at_least=1
     )
-    quantize: str | None = setting(
-        None,
-        "Round the weights as 'export --quantize' does, and run TwELL on them.",
-        choices=tuple(SCHEMES),
-    )
-    dense_fp8: bool = setting(True, "Also time dense FP8, if the GPU supports it.")
     seed: int = setting(0, "Random seed.")
     device: str | None = setting(
         None, "cuda, cuda:1 and so on; cpu only for trying the command. [default: cuda]"
@@ -118,8 +111,8 @@ class ModelSettings(AnyModel):
 class DecodeSettings(AnyModel):
     """`bench decode`, of a random model at each of `densities`.
 
-    `new_tokens` follow `prompt_tokens` in each of `batches` rows; the last four fifths of the steps
-    count.
+    `quantize` "fp8": the model is benched in FP8, as an FP8 export always is. `new_tokens` follow
+    `prompt_tokens` in each of `batches` rows; the last four fifths of the steps count.
     """
 
     _LENGTHS = ("prompt_tokens", "new_tokens")
@@ -135,6 +128,12 @@ class DecodeSettings(AnyModel):
     new_tokens: int = setting(
         160, "Tokens to decode; the last four fifths of the steps count.", at_least=10
     )
+    quantize: str | None = setting(
+        None,
+        "Round the weights as 'export --quantize' does, and run TwELL on them.",
+        choices=tuple(SCHEMES),
+    )
+    dense_fp8: bool = setting(True, "Also time dense FP8, if the GPU supports it.")
     gates: str = setting(
         SCREENED,
         "screened: for one sequence in bf16, if one kernel can run the step, read a 4-bit copy of "

@@ -1,7 +1,7 @@
 """What a bench measures: a ReLU model of the user's on text, or a random one on drawn tokens.
 
-In bf16, and in FP8 too where that is what is benched. All forms of a bench compute the same
-function then: the bf16 model holds what the FP8 weights are.
+In bf16, and in FP8 too where `bench decode` measures that. All forms compute the same function
+then: the bf16 model holds what the FP8 weights are.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from twellctl.bench.device import free_memory
 from twellctl.bench.random_model import make_model, open_shape
-from twellctl.bench.settings import AnyModel
+from twellctl.bench.settings import AnyModel, DecodeSettings
 from twellctl.bundle.twell_rounded_linear import RoundedLinear
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
@@ -68,10 +68,13 @@ def open_subject(
     settings: AnyModel, density: float, device: torch.device, note: Callable[[str], None]
 ) -> Subject:
     """The model of `settings`; a random one fires at `density`. Raises `TwellError`."""
+    quantize = settings.quantize if isinstance(settings, DecodeSettings) else None
     if settings.model is None:
-        return _drawn(settings, density, device, note)
+        return _drawn(settings, density, quantize, device, note)
     checkpoint = open_checkpoint(settings.model)
     checkpoint.require_relu()
+    if not isinstance(settings, DecodeSettings):
+        checkpoint.require_unquantised()
     if context := checkpoint.config.get("max_position_embeddings"):
         settings.check_context(context)
     tokenizer = load_tokenizer(checkpoint)
@@ -89,17 +92,21 @@ def open_subject(
     def windows(count: int, length: int) -> Tensor:
         return spread_windows(stream, count, length).to(device)
 
-    models = in_precisions(model, settings.quantize)
+    models = in_precisions(model, quantize)
     return Subject(models, windows, _described(checkpoint.name, models), checkpoint)
 
 
 def _drawn(
-    settings: AnyModel, density: float, device: torch.device, note: Callable[[str], None]
+    settings: AnyModel,
+    density: float,
+    quantize: str | None,
+    device: torch.device,
+    note: Callable[[str], None],
 ) -> Subject:
     shape = open_shape(settings.config, settings.layers, context=settings.context_drawn)
     settings.check_context(shape.context)
     note(f"making {shape.name} of {shape.layers} layers")
-    shape.require_memory(free_memory(device), quantize=settings.quantize)
+    shape.require_memory(free_memory(device), quantize=quantize)
     generator = torch.Generator(device).manual_seed(settings.seed)
     model = make_model(shape, density, dtype=DTYPE, generator=generator)
 
@@ -107,7 +114,7 @@ def _drawn(
         size = (count, length)
         return torch.randint(shape.vocabulary, size, generator=generator, device=device)
 
-    models = in_precisions(model, settings.quantize)
+    models = in_precisions(model, quantize)
     described = _described(shape.name, models) | shape.described | {"density_asked": density}
     return Subject(models, windows, described)
 

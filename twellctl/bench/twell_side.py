@@ -23,7 +23,7 @@ def why_no_kernels(run: Callable[[], Any], device: torch.device) -> str | None:
     return said[0] if said else None
 
 
-def routes_taken(twin: nn.Module, tokens: int, in_fp8: bool) -> dict[str, int]:
+def routes_taken(twin: nn.Module, tokens: int) -> dict[str, int]:
     """How many layers of `twin`, a model over TwELL, "auto" sends which way at so many tokens."""
     taken: collections.Counter[str] = collections.Counter()
     for ffn in gated_ffns(twin):
@@ -34,8 +34,7 @@ def routes_taken(twin: nn.Module, tokens: int, in_fp8: bool) -> dict[str, int]:
         asked = (K, N, biases, twell_route.token_bucket(tokens), bucket, ffn.twell_slots)
         for kind, choice in twell_ffn.known_choices().items():
             known = (kind.K, kind.N, kind.biases, kind.tokens, kind.density, kind.slots)
-            of_these = known == asked and ("e4m3" in kind.kernels) == in_fp8
-            if of_these and "dense" in kind.ways:  # there are others of the route twell
+            if known == asked and "dense" in kind.ways:  # there are others of the route twell
                 taken[choice.graph if tokens < GRAPHS_BELOW else choice.eager] += 1
     return dict(taken)
 

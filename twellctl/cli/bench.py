@@ -25,10 +25,10 @@ app = typer.Typer(
 def model(*, flags: Annotated[dict, ModelSettings], json: JsonFile = None) -> None:
     """Time a prefill of a whole model, with TwELL and dense.
 
-    It times the model without its LM head, eager and under torch.compile, and dense in FP8 too. All
-    forms take turns in one run, and the ratios compare the fastest ones. Without MODEL, the model
-    is random. All forms use causal SDPA without a mask. Below 8192 tokens CUDA graphs are replayed;
-    above, plain calls are timed.
+    It times the model in bf16, without its LM head, eager and under torch.compile. All forms take
+    turns in one run, and the ratios compare the fastest ones. Without MODEL, the model is random.
+    All forms use causal SDPA without a mask. Below 8192 tokens CUDA graphs are replayed; above,
+    plain calls are timed.
     """
     from twellctl.bench.model import bench_model
 

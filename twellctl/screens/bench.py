@@ -20,8 +20,6 @@ def _benched_on(facts: dict[str, Any]) -> None:
     named = ("torch", *(name for name in versions if name.startswith("cupy")), "nvrtc")
     listed = ", ".join(f"{name} {versions[name]}" for name in named if versions.get(name))
     ui.say(f"{facts['device']}; {listed}")
-    if said := facts.get("without_fp8"):
-        ui.note(f"dense FP8 was left out: {said}")
 
 
 def _table(point: Any) -> None:
