@@ -189,10 +189,7 @@ def _forward(
         yield contest.Contender(
             f"dense FP8 {modes[-1]}", DENSE_FP8, lambda number: densely(x, in_fp8[number])
         )
-    if given.fp8:
-        loaded = in_fp8
-    else:
-        loaded = [weights.ffn for weights in _as_loaded(copies)]
+    loaded = in_fp8 if given.fp8 else [weights.ffn for weights in _as_loaded(copies)]
     for route in given.route:
         how = {"slots": slots, "density": density, "sources": own_kernels(), "route": route}
         run = partial(sparse_ffn, **how)

@@ -27,7 +27,13 @@ from popular_shapes import SHAPES, Shape
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from twellctl.bundle import twell_launch, twell_reasons, twell_rounded_linear, twell_ways
+from twellctl.bundle import (
+    twell_launch,
+    twell_reasons,
+    twell_rounded_linear,
+    twell_training,
+    twell_ways,
+)
 from twellctl.bundle.twell_few import few_kernels
 from twellctl.bundle.twell_grad_plan import training_tokens
 from twellctl.bundle.twell_model import gated_ffns
@@ -220,7 +226,10 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
 
 @pytest.mark.parametrize("device", ["H200"])
 @of_all_shapes
-def test_training(judge, shape):
+def test_training(judge, shape, monkeypatch):
+    heavy = torch.empty(3, dtype=torch.int64, device="meta")
+    monkeypatch.setattr(twell_training, "sent_to_host", lambda count: count)
+    monkeypatch.setattr(twell_training, "listed_rows", lambda *listed: heavy)
     ffn, wanted = ffn_of(shape), Wanted()
     for M in TRAINED:
         most = training_tokens(shape.N, shape.K, 64, judge.limits)

@@ -2,17 +2,20 @@
 
 import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from launched import Launches, Map, bf16, zero_ffn
 from torch import Tensor
 
-from twellctl.bundle import twell_heavy, twell_reasons, twell_sequence
+from twellctl.bundle import twell_heavy, twell_reasons, twell_sequence, twell_training
 from twellctl.bundle.twell_ffn import takes_training, train_ffn
 from twellctl.bundle.twell_grad_plan import make_grad_plan, training_cap
+from twellctl.bundle.twell_heavy_grads import heavy_grads, listed_rows, sent_to_host
 from twellctl.bundle.twell_plan import Limits, make_plan
 from twellctl.bundle.twell_training import Wanted, backward, forward
+from twellctl.bundle.twell_weights import FFN, plain_weight
 
 H200 = Limits(132, 232448, (9, 0))
 SHAPES = [
@@ -22,9 +25,13 @@ SHAPES = [
 
 
 @pytest.fixture(autouse=True)
-def maps(monkeypatch):
+def heavy(monkeypatch) -> list[int]:
+    """The rows that are heavy, since no kernel runs here that would say so."""
+    rows: list[int] = []
     for module in (twell_sequence, twell_heavy):
         monkeypatch.setattr(module, "tensor_map", Map)
+    monkeypatch.setattr(twell_training, "listed_rows", lambda *listed: torch.tensor(rows).long())
+    return rows
 
 
 def passes(M: int, K: int, N: int, wanted: Wanted, dtype=torch.bfloat16):
@@ -59,8 +66,8 @@ def test_the_order():
     names = [launch[0] for launch in passes(300, 64, 520, Wanted())[0]]
     up = names.index("up", names.index("up") + 1)
     assert names[up:] == [
-        *("up", "grad_pairs", "grad_heavy", "list_neurons", "grad_gate_up", "grad_down"),
-        *("list_tokens", "grad_x", "grad_heavy"),
+        *("up", "grad_pairs", "list_neurons", "grad_gate_up", "grad_down"),
+        *("list_tokens", "grad_x"),
     ]
 
 
@@ -100,6 +107,82 @@ def test_gradients_have_the_dtype_of_the_weights(dtype):
     _, found = passes(300, 64, 520, Wanted(), dtype)
     assert {grad.dtype for grad in (found.w_gate, found.w_up, found.w_down)} == {dtype}
     assert found.x.dtype == torch.bfloat16
+
+
+# ---- heavy rows
+
+
+def whole_numbers(*shape: int, most: int = 1) -> Tensor:
+    return torch.randint(-most, most + 1, shape).bfloat16()
+
+
+def heavy_problem(M: int, K: int, N: int) -> tuple[Tensor, Tensor, FFN]:
+    """x and grad_y, and weights of an FFN; a third of the neurons fires."""
+    torch.manual_seed(M + N)
+    gate, up = (plain_weight(whole_numbers(N, K)) for _ in range(2))
+    return (
+        whole_numbers(M, K),
+        whole_numbers(M, K),
+        FFN(gate, up, plain_weight(whole_numbers(K, N))),
+    )
+
+
+def by_autograd(x: Tensor, grad_y: Tensor, ffn: FFN, penalty: float) -> list[Tensor]:
+    """Gradients of x and the weights, all `[N, K]`, in float64."""
+    weights = ffn.gate.values, ffn.up.values, ffn.by_neurons
+    leaves = [t.double().requires_grad_() for t in (x, *weights)]
+    x, w_gate, w_up, w_down = leaves
+    hidden = (x @ w_gate.t()).relu() * (x @ w_up.t())
+    loss = (hidden @ w_down * grad_y.double()).sum() + penalty * hidden.abs().sum()
+    return list(torch.autograd.grad(loss, leaves))
+
+
+@pytest.mark.parametrize("num", [1, 15, 16, 17, 70])
+def test_gradients_of_any_number_of_heavy_rows(num):
+    x, grad_y, ffn = heavy_problem(70, 64, 96)
+    rows = torch.randperm(70)[:num].sort().values
+    found = heavy_grads(x, grad_y, ffn, rows, torch.full((1,), 0.5), window=16)
+    wanted = by_autograd(x[rows], grad_y[rows], ffn, 0.5)
+    for name, want in zip(("x", "w_gate", "w_up", "w_down"), wanted, strict=True):
+        error = (getattr(found, name).double() - want).norm() / want.norm()
+        assert error < 0.01, name
+    sums = {found.w_gate.dtype, found.w_up.dtype, found.w_down.dtype}
+    assert (sums, found.x.dtype) == ({torch.float32}, torch.bfloat16)
+
+
+def test_what_did_not_fire_has_no_gradient_even_if_up_is_not_finite():
+    x, grad_y, ffn = heavy_problem(3, 64, 96)
+    gate, up = ffn.gate.values, ffn.up.values
+    gate[5], up[5] = -100 * x[1], 3e38 * x[1]
+    assert (x[1] @ up[5]).isinf()
+    found = heavy_grads(x, grad_y, ffn, torch.tensor([1]), None, window=16)
+    assert all(t.isfinite().all() for t in (found.x, found.w_gate, found.w_up, found.w_down))
+    assert not found.w_gate[5].any()
+
+
+def test_heavy_rows_are_listed_in_order_and_as_many_as_there_are():
+    listed = torch.tensor([7, 3, 5, -1, 99], dtype=torch.int32)
+    for num, rows in ((0, []), (1, [7]), (3, [3, 5, 7])):
+        on_host = sent_to_host(torch.tensor([num], dtype=torch.int32))
+        assert listed_rows(listed, on_host).tolist() == rows
+
+
+def test_the_host_waits_for_a_number_that_is_not_there(monkeypatch):
+    on_host = torch.full((1,), -1, dtype=torch.int32)
+    arrives = SimpleNamespace(synchronize=lambda: on_host.fill_(2))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: arrives)
+    assert listed_rows(torch.tensor([4, 1, 0]), on_host).tolist() == [1, 4]
+
+
+def test_gradients_of_heavy_rows_are_part_of_the_pass(heavy):
+    """Sums begin with theirs, and those of their x are in place of what the lists leave there."""
+    heavy += [2, 40]
+    made, found = passes(300, 64, 520, Wanted())
+    assert not found.x[heavy].any()  # of weights that are 0
+    args = {name: args for name, _, _, args, _ in made}
+    sums = *args["grad_gate_up"][11:13], args["grad_down"][11]
+    assert [(t.dtype, t.shape) for t in sums] == [(torch.float32, (520, 64))] * 3
+    assert not any(t.any() for t in sums)
 
 
 # ---- the plain path

@@ -31,17 +31,6 @@ __device__ __forceinline__ void load_relaxed_longs(const void* from, unsigned lo
                  : "memory");
 }
 
-// What was written before an add_release is seen after a load_acquire that sees what it added.
-__device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
-    unsigned value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void add_release(unsigned* to) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(to) : "memory");
-}
-
 // Which of `count` blocks this one is, by when it comes. The last one comes after all the others'
 // writes, and finds the tickets as they were before the first.
 __device__ __forceinline__ unsigned take_ticket(unsigned* tickets, unsigned count) {

@@ -26,14 +26,6 @@ __device__ __forceinline__ void read_transposed(unsigned (&m)[4], unsigned smem_
                  : "memory");
 }
 
-// As they lie: of each matrix row g, columns 2t and 2t + 1. All lanes have read when this returns.
-__device__ __forceinline__ void read_matrices(unsigned (&m)[4], unsigned smem_row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(smem_row)
-                 : "memory");
-}
-
 // sums [16, 8] += a [16, 16] b [16, 8], bf16 in and fp32 out. A lane holds, two to a register:
 //   a   (row g, columns 2t ..), (row g + 8, 2t ..), (row g, 2t + 8 ..), (row g + 8, 2t + 8 ..)
 //   b   (rows 2t .., column g), (rows 2t + 8 .., column g)

@@ -5,7 +5,7 @@
 //   grad_down      dW_down = h^T grad_y, by rows of neurons               fours of neurons
 //   grad_x         grad_gate W_gate + grad_up W_up                        fours of tokens
 //
-// Each is `down` (down.cuh) with rows in fours and two values a slot: the other rows lie in shared
+// Each is `down` (ffn/down.cu) with rows in fours and two values a slot: the other rows lie in shared
 // memory, 32 bytes of each, in planes of 8 columns, and a round of 16 slots is an mma a plane
 // (tile/octets.cuh)
 //
@@ -24,7 +24,7 @@
 // [rows, K], each written and read by the same thread, of which each has its own together; those of
 // grad_x, of which there are more, through [chunk, K], chunk after chunk, every other one through
 // the panels from the last to the first. With heavy_count the first panel adds to what is there if
-// *heavy_count > 0: grad_heavy was there before.
+// *heavy_count > 0: sums over the heavy rows are there before.
 //
 // Launch: blocks of 512 threads, grid (K / 16, any number of shares of the fours); K a multiple of
 // 16, panel_rows of 8, chunk of 4; matrices contiguous, at multiples of 16 bytes. Dynamic shared

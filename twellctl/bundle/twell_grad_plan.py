@@ -12,7 +12,7 @@ from .twell_plan import Limits, Plan, ceil_div, chunk_tokens, most_panel_rows, r
 MOST_TRAINED_TOKENS = 131072
 _MAP_BYTES = 6 * spec.GRAD_MAP_SLOTS  # of grad_lists: a place and a code a slot
 _X_CHUNK = 6144
-_WINDOW_BYTES = 36 << 20
+_WINDOW_BYTES = 96 << 20
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,5 @@ def training_cap(N: int) -> int:
 
 
 def heavy_grad_window(M: int, N: int) -> int:
-    """Heavy rows that the backward pass takes at a time: three times [rows, N] are kept."""
-    return min(M, max(256, _WINDOW_BYTES // (6 * N) // 256 * 256))
-
-
-def order_heavy_smem(M: int) -> int:
-    """Dynamic shared memory of order_heavy."""
-    return 4 * (spec.GRAD_HEAVY_BLOCK + ceil_div(M, 32))
+    """Heavy rows that the backward pass takes at a time: up to eight times [rows, N] are kept."""
+    return min(M, max(256, _WINDOW_BYTES // (16 * N) // 256 * 256))

@@ -3,7 +3,7 @@
     heavy_gather -> heavy_hidden -> heavy_down
 
 Only the device knows which rows these are. So the three kernels are launched for each window of
-tokens, and do nothing where the window has no heavy row. They stand in heavy.cuh.
+tokens, and do nothing where the window has no heavy row. They stand in kernels/ffn/heavy.cu.
 """
 
 from torch import Tensor

@@ -5,7 +5,7 @@
 Up to 64 tokens go through twell_few.py, where the GPU has the shared memory for it. The host reads
 nothing back and sizes nothing by what fired, so that a CUDA graph can hold it all; buffers are
 torch's. What each kernel does stands in `kernels/SOURCES.md`, what each buffer holds in the heads
-of plan.cu, up.cuh, hidden.cuh and down.cuh.
+of plan.cu, up.cu, hidden.cu and down.cu.
 """
 
 from collections.abc import Iterator
@@ -44,6 +44,7 @@ class PairLists:
     heavy_count: Tensor
     masks: Tensor | None = None
     gate_up: Tensor | None = None  # of each pair gate | up << 16
+    num_heavy: Tensor | None = None  # heavy_count on the host, as `sent_to_host` returns it
 
 
 def hopper_ffn(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, slots: int) -> Tensor:

@@ -49,8 +49,7 @@ GRAD_SUMS_BLOCK = 512
 GRAD_STAGES = 49152  # bytes of shared memory of the sums beside their panel
 GRAD_LISTS_BLOCK = 128
 GRAD_MAP_SLOTS = 2048  # of grad_lists: what it writes at a time
-GRAD_PAIRS_BLOCK = GRAD_HEAVY_BLOCK = 256
-GRAD_HEAVY_SMEM = 98304
+GRAD_PAIRS_BLOCK = 256
 
 # ---- few tokens
 
@@ -327,7 +326,6 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "train/grad_pairs.cu": ("grad_pairs", "add_parts"),
     "train/grad_lists.cu": ("list_neurons", "list_tokens"),
     "train/grad_sums.cu": ("grad_gate_up", "grad_down", "grad_x"),
-    "train/grad_heavy.cu": ("grad_heavy", "order_heavy"),
     **{
         f"decode/attend_{D}.cu": {
             f"attend_{D}_{heads}": (D, heads, 2 if heads == 1 else 1) for heads in HEADS_A_BLOCK

@@ -25,7 +25,7 @@ _INPUTS = (
 )
 _LISTS = (
     *("pair_start", "pairs", "num_rounds", "rounds", "links"),
-    *("heavy_rows", "gate_up", "heavy_count"),
+    *("heavy_rows", "gate_up", "heavy_count", "num_heavy"),
 )
 _KEPT = ", ".join(f"Tensor {name}" for name in _LISTS)
 FORWARD_SCHEMA = f"({_INPUTS}) -> (Tensor y, Tensor fired, {_KEPT})"
@@ -248,6 +248,7 @@ def _fake_train_ffn(x, w_gate, w_up, w_down, b_down, penalty, slots, sources) ->
         empty(plan.M),
         empty(plan.num_pairs),
         empty(1),
+        torch.empty(1, dtype=torch.int32),
     )
     return x.new_empty(x.shape), x.new_empty((), dtype=torch.int64), *lists
 

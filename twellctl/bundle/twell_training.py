@@ -1,12 +1,13 @@
 """The gated FFN for training, forward and backward, as sequences of kernel launches on Hopper.
 
-    forward:   gate_pack -> plan_cluster -> order_heavy -> up -> add_parts -> hidden_kept
+    forward:   gate_pack -> plan_cluster -> up -> add_parts -> hidden_kept
                -> down -> the heavy rows, densely
-    backward:  up (grad_y over W_down) -> grad_pairs
-               -> grad_heavy -> list_neurons -> grad_gate_up, grad_down
-               -> list_tokens -> grad_x -> grad_heavy (grad_x of the heavy rows)
+    backward:  the heavy rows, densely (twell_heavy_grads.py)
+               up (grad_y over W_down) -> grad_pairs
+               -> list_neurons -> grad_gate_up, grad_down
+               -> list_tokens -> grad_x
 
-Between the two only what fired is kept, and x. As in twell_sequence.py the host reads nothing back.
+Between the two only what fired is kept, and x. The host reads back how many rows are heavy.
 Sums are fp32; gradients of the weights come as fp32 or rounded once to bf16. What each list holds
 stands in grad_lists.cuh.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from . import twell_grad_plan, twell_sequence
 from . import twell_spec as spec
 from .twell_heavy import heavy_products
+from .twell_heavy_grads import heavy_grads, listed_rows, sent_to_host
 from .twell_launch import KernelSet
 from .twell_plan import PARTS_BLOCKS, Limits, ceil_div, make_plan
 from .twell_weights import FFN
@@ -74,13 +76,7 @@ def forward(
     fired = (counts & 0x3FFFFFFF).sum()
     lists = twell_sequence.launch_plan(kernels, plan, counts, entries, heavy_count)
     del counts, entries
-    kernels.launch(
-        "order_heavy",
-        (1,),
-        spec.GRAD_HEAVY_BLOCK,
-        (lists.heavy_rows, heavy_count, plan.M),
-        twell_grad_plan.order_heavy_smem(plan.M),
-    )
+    lists = replace(lists, num_heavy=sent_to_host(heavy_count))
     partial = twell_sequence.launch_up(kernels, plan, x, ffn.up.values, lists)
     lists = twell_sequence.launch_hidden_kept(kernels, limits, plan, partial, ffn, lists)
     del partial
@@ -133,6 +129,9 @@ class _Backward:
         self.kernels, self.limits = kernels, limits
         self.of_pass, self.plan = plan, plan.plan
         self.x, self.ffn, self.grad_y, self.penalty, self.kept = x, ffn, grad_y, penalty, kept
+        rows = listed_rows(kept.heavy_rows, kept.num_heavy)
+        window = twell_grad_plan.heavy_grad_window(plan.plan.M, ffn.N)
+        self.heavy = heavy_grads(x, grad_y, ffn, rows, penalty, window) if len(rows) else None
         self.values = kept.gate_up, self._pair_grads()
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -157,30 +156,12 @@ class _Backward:
         )
         return grads
 
-    def _heavy(
-        self,
-        gate: Tensor | None = None,
-        up: Tensor | None = None,
-        down: Tensor | None = None,
-        x: Tensor | None = None,
-    ) -> None:
-        """Of the heavy rows: sums of gate, up and down, and grad_x; those there are."""
-        plan, ffn = self.plan, self.ffn
-        window = twell_grad_plan.heavy_grad_window(plan.M, plan.N)
-        of_pairs = self._empty(3, window, plan.N, dtype=torch.bfloat16)
-        units = torch.zeros(2, dtype=torch.int32, device=self.x.device)
-        self.kernels.launch(
-            "grad_heavy",
-            (self.limits.num_sms,),
-            spec.GRAD_HEAVY_BLOCK,
-            (
-                *(self.x, self.grad_y, ffn.gate.values, ffn.up.values),
-                *(ffn.by_neurons, self.penalty),
-                *(self.kept.heavy_rows, self.kept.heavy_count, window, plan.N, plan.K),
-                *(*of_pairs, gate, up, down, x, units),
-            ),
-            spec.GRAD_HEAVY_SMEM,
-        )
+    def _sums(self, *names: str) -> list[Tensor]:
+        """float32 `[N, K]`: sums over the heavy rows; without any the kernels do not read them."""
+        if self.heavy is not None:
+            return [getattr(self.heavy, name) for name in names]
+        size = self.plan.N, self.plan.K
+        return [self._empty(*size, dtype=torch.float32) for _ in names]
 
     def _lists(self, fours: int, panels: int, rounds: int, *, hidden: bool) -> tuple:
         """Room for heads, codes, values of pairs, h if it is asked for, and masks."""
@@ -192,13 +173,6 @@ class _Backward:
         """Gradients that are summed over tokens."""
         plan, of_pass, kept = self.plan, self.of_pass, self.kept
         size = (plan.N, plan.K)
-
-        def sums(wanted: bool) -> Tensor | None:
-            return self._empty(*size, dtype=torch.float32) if wanted else None
-
-        of_gate, of_up = sums(wanted.gate_up), sums(wanted.gate_up)
-        of_down = sums(wanted.w_down)
-        self._heavy(of_gate, of_up, of_down)
         panels, rows = of_pass.token_panels, of_pass.token_panel_rows
         room = of_pass.neuron_fours, panels, of_pass.neuron_rounds
         heads, codes, pairs, hidden, masks = self._lists(*room, hidden=True)
@@ -233,10 +207,9 @@ class _Backward:
 
         gate = up = down = None
         if wanted.gate_up:
-            gate, up = add_up("grad_gate_up", self.x, pairs, of_gate, of_up)
-            del of_gate, of_up
+            gate, up = add_up("grad_gate_up", self.x, pairs, *self._sums("w_gate", "w_up"))
         if wanted.w_down:
-            (down,) = add_up("grad_down", self.grad_y, hidden, of_down)
+            (down,) = add_up("grad_down", self.grad_y, hidden, *self._sums("w_down"))
         return Grads(None, gate, up, down)
 
     def of_x(self) -> Tensor:
@@ -270,5 +243,6 @@ class _Backward:
             of_pass.x_smem,
         )
         del heads, codes, pairs, masks, sums  # the launches behind use their memory again
-        self._heavy(x=grad)
+        if self.heavy is not None:
+            grad[self.heavy.rows] = self.heavy.x
         return grad

@@ -50,10 +50,6 @@ class FormChoice:
         _, form = self._chosen[B, W]
         return form(*inputs)
 
-    def takes(self, name: str) -> bool:
-        """Whether any choice was for the form `name`."""
-        return any(name == taken for taken, _ in self._chosen.values())
-
     def chosen(self, rows: int) -> str | None:
         """The form last chosen for `rows` rows, or the next number above; None: for neither."""
         taken = min((size for size, _ in self._chosen if size >= rows), default=None)

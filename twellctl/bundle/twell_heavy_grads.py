@@ -1,0 +1,70 @@
+"""The backward pass of heavy rows, the tokens that the lists leave out: by PyTorch, densely.
+
+Only the device knows how many rows are heavy. The forward pass sends that number to the host, where
+it has usually arrived before the backward pass asks for it. So the backward pass computes as many
+rows as there are, and none if there is none; but a CUDA graph cannot capture it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .twell_format import fires
+from .twell_weights import FFN
+
+
+@dataclass(frozen=True)
+class HeavyGrads:
+    """Of heavy rows alone: sums over them, float32 `[N, K]`, for the three weights, and the
+    gradients `[rows, K]` of their x."""
+
+    rows: Tensor
+    x: Tensor
+    w_gate: Tensor
+    w_up: Tensor
+    w_down: Tensor
+
+
+def sent_to_host(heavy_count: Tensor) -> Tensor:
+    """A number int32 `[1]` on the host: -1 until the device has written `heavy_count` there."""
+    on_host = torch.full((1,), -1, dtype=torch.int32, pin_memory=heavy_count.is_cuda)
+    return on_host.copy_(heavy_count, non_blocking=True)
+
+
+def listed_rows(heavy_rows: Tensor, on_host: Tensor) -> Tensor:
+    """The heavy rows in ascending order: the first of `heavy_rows`, as many as `on_host` says.
+
+    Where the device has not written that number yet, the host waits for it.
+    """
+    if on_host.item() < 0:
+        torch.cuda.current_stream(heavy_rows.device).synchronize()
+    return heavy_rows[: on_host.item()].sort().values.long()
+
+
+def heavy_grads(
+    x: Tensor, grad_y: Tensor, ffn: FFN, rows: Tensor, penalty: Tensor | None, window: int
+) -> HeavyGrads:
+    """The gradients of the heavy `rows` of x and grad_y, both `[M, K]` bf16.
+
+    `penalty` float32 `[1]`: the weight of the sum of |h| in the loss. `window`: how many rows are
+    computed at a time.
+    """
+    w_gate, w_up, w_down = ffn.gate.values, ffn.up.values, ffn.by_neurons
+    sums = [torch.zeros(ffn.N, ffn.K, dtype=torch.float32, device=x.device) for _ in range(3)]
+    of_x = x.new_empty(len(rows), ffn.K)
+    for some, of_these in zip(rows.split(window), of_x.split(window), strict=True):
+        x_rows, grad_y_rows = x[some], grad_y[some]
+        gate, up = x_rows @ w_gate.t(), x_rows @ w_up.t()
+        fired = fires(gate)
+        hidden = torch.where(fired, gate * up, 0)
+        grad_h = grad_y_rows @ w_down.t()
+        if penalty is not None:
+            grad_h += hidden.sign() * penalty.to(grad_h.dtype)
+        grad_gate = torch.where(fired, grad_h * up, 0)
+        grad_up = torch.where(fired, grad_h * gate, 0)
+        sums[0] += grad_gate.t() @ x_rows
+        sums[1] += grad_up.t() @ x_rows
+        sums[2] += hidden.t() @ grad_y_rows
+        torch.addmm(grad_gate @ w_gate, grad_up, w_up, out=of_these)
+    return HeavyGrads(rows, of_x, *sums)
