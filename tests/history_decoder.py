@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from twellctl.decoding.pages import PAGE
+from twellctl.decoding.sampler import Field
 
 VOCAB = 211
 FIRED = torch.tensor([[1], [4]], dtype=torch.int32)
@@ -28,8 +29,9 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 class HistoryDecoder:
-    """A `Decoder` on the CPU; `calls` has its passes: ("step", rows) with one token a row, and
-    ("prefill", start and end of each row) with more, or of which no logits are wanted."""
+    """A `Decoder` on the CPU; `calls` has its passes: ("step", rows) with one token a row,
+    ("round", rows) with several that all get logits, else ("prefill", start and end of each row).
+    """
 
     device = torch.device("cpu")
     vocab_size = VOCAB
@@ -55,8 +57,8 @@ class HistoryDecoder:
         self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int = 1
     ) -> tuple[Tensor, Tensor]:
         (B, Q), ends = tokens.shape, (positions[:, -1] + 1).tolist()
-        if Q == 1 and last == 1:
-            self.calls.append(("step", B))
+        if last == Q:
+            self.calls.append(("step" if Q == 1 else "round", B))
         else:
             assert tokens.numel() <= self.prefill_chunk
             starts = positions.masked_fill(positions < 0, self.context).amin(1).tolist()
@@ -65,7 +67,7 @@ class HistoryDecoder:
         for row, place in (positions >= 0).nonzero().tolist():
             self._write(tables[row], int(positions[row, place]), int(tokens[row, place]))
         logits = [
-            self._logits(table, end - last + 1 + i)
+            self._logits(table, max(end - last + 1 + i, 0))
             for table, end in zip(tables, ends, strict=True)
             for i in range(last)
         ]
@@ -76,8 +78,32 @@ class HistoryDecoder:
     def _write(self, table: Tensor, position: int, token: int) -> None:
         self.cache[table[position // PAGE], position % PAGE] = token
 
+    def history(self, table: Tensor, length: int) -> list[int]:
+        """The first `length` tokens of a sequence."""
+        return self.cache[table.long()].flatten()[:length].tolist()
+
     def _logits(self, table: Tensor, length: int) -> Tensor:
-        history = self.cache[table.long()].flatten()[:length].tolist()
         logits = torch.zeros(VOCAB)
-        logits[following(history)] = 1
+        logits[following(self.history(table, length))] = 1
         return logits
+
+
+class HistoryDrafter:
+    """Proposes what a `HistoryDecoder` writes, but for every `wrong`-th position of a sequence."""
+
+    def __init__(self, decoder: HistoryDecoder, num_drafts: int, wrong: int):
+        self.decoder, self.num_drafts, self.wrong = decoder, num_drafts, wrong
+        self.passes = 0
+
+    def draft(self, fields: Tensor, tables: Tensor) -> Tensor:
+        self.passes += 1
+        rows = zip(
+            fields[Field.TOKEN].tolist(), fields[Field.POSITION].tolist(), tables, strict=True
+        )
+        return torch.tensor([self._after(*row) for row in rows], dtype=torch.int32)
+
+    def _after(self, token: int, position: int, table: Tensor) -> list[int]:
+        history = [*self.decoder.history(table, position), token]
+        for _ in range(self.num_drafts):
+            history.append((following(history) + (len(history) % self.wrong == 0)) % VOCAB)
+        return history[-self.num_drafts :]

@@ -127,3 +127,20 @@ def test_norms():
     of_gpu.test_a_norm_that_is_added(Kernels(), 264)
     of_gpu.test_a_norm_of_a_part_of_rows(Kernels())
     of_gpu.test_embeddings_and_their_norm(Kernels(), 264)
+
+
+# ---- the end of a round: what tests/gpu/test_step_end.py asks, of few logits
+
+
+of_end = on_cpu("test_step_end")
+
+
+@pytest.mark.parametrize("V", [4, 1021])
+def test_the_end_of_a_round(V):
+    of_end.test_what_torch_would_choose(Kernels(), 3, V, False)
+    of_end.test_what_torch_would_keep_of_a_round(Kernels(), 3, 5, V, False)
+
+
+def test_records_of_a_round():
+    of_end.test_records_go_by_turns(Kernels())
+    of_end.test_of_several_the_first_and_nan_before_all(Kernels())

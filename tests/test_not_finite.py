@@ -10,8 +10,9 @@ from edits import weights_in
 from serving_client import Scripted, get, post, running, serving
 
 from twellctl.decoding.engine import Sampling
+from twellctl.decoding.rounds import NO_TOKEN, inputs_of
 from twellctl.decoding.sampler import Variant
-from twellctl.decoding.step_end import NO_TOKEN, Record, StepEnd
+from twellctl.decoding.step_end import Record, StepEnd
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.export import export
 from twellctl.files.strict_json import parse_json, to_json
@@ -108,12 +109,13 @@ def test_a_row_without_numbers_has_no_token():
     logits = torch.zeros(3, 8)
     logits[0, 5], logits[1, 3], logits[2, 6] = 1.0, float("nan"), float("inf")
     fields = torch.zeros(9, 3, dtype=torch.int32)
-    records = torch.zeros(3, record.width, dtype=torch.int32)
-    end = StepEnd(record, None, 3, torch.device("cpu"))
-    end(logits, torch.zeros(1, 3, dtype=torch.int32), fields, records, Variant(logprobs=True))
-    assert records[:, 0].tolist() == [5, NO_TOKEN, 6]
+    records = torch.zeros(3, 1, record.width, dtype=torch.int32)
+    end, fired = StepEnd(record, None, 3, torch.device("cpu")), torch.zeros(1, 3, 1)
+    inputs = inputs_of(fields, None)
+    end(logits[:, None], fired, inputs, fields, records, Variant(logprobs=True))
+    assert records[:, 0, 0].tolist() == [5, NO_TOKEN, 6]
     assert (fields[0] >= 0).all()  # what the next step reads, if there is one
-    rows, with_logprobs = records.numpy(), Sampling(1, top_logprobs=1)
+    rows, with_logprobs = records[:, 0].numpy(), Sampling(1, top_logprobs=1)
     assert [record.token(row, Sampling(1)) is None for row in rows] == [False, True, False]
     assert [record.token(row, with_logprobs) is None for row in rows] == [False, True, True]
 

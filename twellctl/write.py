@@ -152,7 +152,7 @@ def _opened(model: str | Path, revision: str | None) -> Checkpoint:
 
 def _loaded(checkpoint: Checkpoint, answers: "_Answers", batch_size: int) -> "Bulk":
     """The model, loaded to write `answers`, whose prompts must fit into its context."""
-    from twellctl.decoding.bulk import Bulk
+    from twellctl.decoding.bulk import open_bulk
     from twellctl.decoding.opening import eos_tokens
     from twellctl.models.loading import load_model
 
@@ -161,7 +161,7 @@ def _loaded(checkpoint: Checkpoint, answers: "_Answers", batch_size: int) -> "Bu
     # an answer ends at any special token, since the text of later ones would not be kept
     ends = eos_tokens(model, [answers.tokenizer.eos_token_id]) | answers.special
     rows = min(batch_size, answers.num_texts or batch_size)
-    return Bulk(model, ends, rows=rows, longest=answers.longest)
+    return open_bulk(model, ends, rows=rows, longest=answers.longest)
 
 
 class _Answers:

@@ -1,22 +1,28 @@
-// choose: the end of a step. Of each row the next token, which becomes the row's next input; and
-// what the host is told of it.
+// choose: the end of a round. A row has read Q tokens, its next input and drafts of what follows. For
+// each of them a token is chosen; those are kept that come after drafts which were chosen, too. The
+// last one kept becomes the row's next input. And the records of all that, for the host.
 //
-//   logits  float32 [B, V]
-//   fields  int32, one line for each of Field in sampler.py, `fields_stride` apart, a row a column
-//   fired   int32 [L, B], or null: how many neurons fired in each layer
-//   record  int32 [2, B, .], lines `record_stride` and halves `slot_stride` apart: the token, then
-//           what fired. May be the host's memory. By turns the first half and the second. In the
-//           place of the token -1 where the best is NaN: the row goes on, but tells of no token.
+//   logits     float32 [B, Q, V]
+//   fields     int32, one line for each of Field in sampler.py, `fields_stride` apart, a row a column
+//   tokens     int32 [B, Q]: what the row has read; null if Q is 1
+//   positions  int32 [B, Q]: where they stand, below 0 for no token, which comes before all others of
+//              its row; null if Q is 1
+//   fired      int32 [L, B, Q], or null: how many neurons fired in each layer
+//   record     int32 [2, B, Q, .], rows `record_stride`, tokens `token_stride` and halves
+//              `slot_stride` apart: the token, then what fired. May be the host's memory. By turns
+//              the first half and the second. In the place of the token -1 where the best is NaN
+//              (the row goes on), and -2 where it is not kept.
 //
 // A row of temperature 0 takes the largest logit, others the largest of logit / temperature +
 // noise, and of several the first; NaN is the largest of all, as it is to torch. The noise is that
 // of sampler.py: it depends on seed, position and token alone.
 //
-// A block has a part of a row, each thread four logits at a time. The row's best so far lies in
-// `best`, as a number: the value's order, and the token turned round. The last block to arrive
-// finds the row's, and sets all for the next step: what is chosen does not depend on time.
+// A block has a part of a token's logits, each thread four at a time. The best of a token so far
+// lies in `best`, as a number: the value's order, and the chosen token turned round. The last block
+// of a row to arrive finds the row's, and sets all for the next round: what is chosen does not
+// depend on time.
 //
-// Launch: 256 threads, grid (any, B). best uint64 [B] and tickets uint32 [B] are
+// Launch: 256 threads, grid (any, B Q). best uint64 [B, Q] and tickets uint32 [B] are
 // zero before the first launch; every launch leaves zeros.
 #include "spec.cuh"
 #include "ptx/global.cuh"
@@ -26,6 +32,7 @@
 namespace {
 
 constexpr int kThreads = spec::CHOOSE_BLOCK, kWarps = kThreads / 32;
+constexpr int kNoToken = -1, kNotKept = -2;
 enum Field { kToken, kPosition, kLimit, kTemperature, kTopP, kTopK, kSeedLow, kSeedHigh, kSlot };
 
 // Of the noise: sampler.py's _mixed and _ODD.
@@ -110,43 +117,67 @@ __device__ __forceinline__ Best best_of_block(const float* logits, int V, const 
     return of_warps[threadIdx.x % kWarps].of_warp();
 }
 
+// The tokens chosen for a row, as far as they are kept, into `record`; returns how many, and the
+// last of them.
+__device__ __forceinline__ int2 keep_chosen(unsigned long long* best, const int* tokens,
+                                            const int* positions, int Q, int* record,
+                                            int token_stride) {
+    int num_kept = 0, last = 0;
+    bool agrees = true;
+    for (int i = 0; i < Q; ++i) {
+        const unsigned long long number = atomicExch(best + i, 0ull);
+        const int token = ~static_cast<unsigned>(number);
+        const bool is_nan = number >> 32 == ~0u;
+        const bool is_kept = agrees && (Q == 1 || positions[i] >= 0);
+        record[i * token_stride] = !is_kept ? kNotKept : is_nan ? kNoToken : token;
+        if (!is_kept) continue;
+        ++num_kept, last = token;
+        agrees = !is_nan && i + 1 < Q && tokens[i + 1] == token;
+    }
+    return make_int2(num_kept, last);
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    choose(const float* logits, int V, int* fields, int fields_stride, const int* fired, int L,
-           int* record, int record_stride, int slot_stride, unsigned long long* best,
-           unsigned* tickets) {
+    choose(const float* logits, int V, int* fields, int fields_stride, const int* tokens,
+           const int* positions, int Q, const int* fired, int L, int* record, int record_stride,
+           int token_stride, int slot_stride, unsigned long long* best, unsigned* tickets) {
     __shared__ unsigned said;
-    const int row = blockIdx.y;
+    const int row = Q == 1 ? blockIdx.y : blockIdx.y / Q;
     const auto field = [&](Field which) -> int& { return fields[which * fields_stride + row]; };
 
-    // nothing of the row is written while a step is under way, but at its end
+    // nothing of the row is written while a round is under way, but at its end
     const int position = field(kPosition), limit = field(kLimit), slot = field(kSlot);
     const unsigned low = field(kSeedLow), high = field(kSeedHigh);
-    const unsigned first = mixed(low ^ mixed(position + kOdd));
+    const unsigned own_position = Q == 1 ? position : positions[blockIdx.y];
+    const unsigned first = mixed(low ^ mixed(own_position + kOdd));
     const Noise noise = {__int_as_float(field(kTemperature)), first,
                          mixed(high ^ mixed(first + kOdd))};
     wait_for_previous();
-    const Best own = best_of_block(logits + static_cast<long long>(row) * V, V, noise);
+    const Best own = best_of_block(logits + static_cast<long long>(blockIdx.y) * V, V, noise);
     if (threadIdx.x == 0) {
         const unsigned long long number = own.order;
-        atomicMax(best + row, number << 32 | ~own.token);
-        said = take_ticket(tickets + row, gridDim.x);
+        atomicMax(best + blockIdx.y, number << 32 | ~own.token);
+        said = take_ticket(tickets + row, gridDim.x * Q);
     }
     __syncthreads();
-    if (said != gridDim.x - 1) return;
+    if (said != gridDim.x * Q - 1) return;
 
     // the row's, in its last block
-    int* told = record + static_cast<long long>(row) * record_stride +
-                static_cast<long long>(slot) * slot_stride;
+    const int from = row * Q;
+    int* own_record = record + static_cast<long long>(row) * record_stride +
+                      static_cast<long long>(slot) * slot_stride;
     if (threadIdx.x == 0) {
-        const unsigned long long number = atomicExch(best + row, 0ull);
-        const int token = ~static_cast<unsigned>(number);
-        told[0] = number >> 32 == ~0u ? -1 : token;
-        field(kToken) = token;
-        field(kPosition) = min(position + 1, limit);
+        const int2 kept =
+            keep_chosen(best + from, tokens + from, positions + from, Q, own_record, token_stride);
+        field(kToken) = kept.y;
+        field(kPosition) = min(position + kept.x, limit);
         field(kSlot) = 1 - slot;
     }
-    for (int layer = threadIdx.x; layer < L; layer += kThreads)
-        told[1 + layer] = __ldcg(fired + layer * gridDim.y + row);
+    for (int i = threadIdx.x; i < L * Q; i += kThreads) {
+        const int layer = i / Q, token = i % Q;
+        own_record[token * token_stride + 1 + layer] =
+            __ldcg(fired + layer * gridDim.y + from + token);
+    }
 }

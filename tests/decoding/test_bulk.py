@@ -8,7 +8,7 @@ import torch
 from greedy import greedy
 
 from twellctl.decoding import bulk, opening
-from twellctl.decoding.bulk import Bulk, answers
+from twellctl.decoding.bulk import answers, open_bulk
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.paged_cache import page_bytes
 from twellctl.decoding.pages import PagePool
@@ -38,7 +38,7 @@ def ragged(count: int, seed: int = 0) -> list[list[int]]:
 def run(model, prompts, most: int, ends=ENDS, temperature: float = 0.0, **how) -> dict:
     """The tokens behind each prompt."""
     waiting = (Sequence(p, Sampling(most, temperature, seed=i), i) for i, p in enumerate(prompts))
-    with contextlib.closing(Bulk(model, ends, **how)) as made:
+    with contextlib.closing(open_bulk(model, ends, **how)) as made:
         return {s.client: s.tokens[s.num_prompt :] for s in made.run(lambda: next(waiting, None))}
 
 

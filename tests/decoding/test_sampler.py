@@ -10,9 +10,10 @@ from torch import Tensor
 
 from twellctl.decoding import sampler
 from twellctl.decoding.engine import Sampling
+from twellctl.decoding.rounds import inputs_of
 from twellctl.decoding.sampler import Field, Variant, fields_of
 from twellctl.decoding.step_end import Record, StepEnd
-from twellctl.decoding.weighing import Told, Weights
+from twellctl.decoding.weighing import Penalised, Weights
 
 VOCAB = 12
 
@@ -146,10 +147,10 @@ def test_penalties_weigh_as_transformers_and_openai_say(logits):
     how = Sampling(1, 0.0, repetition_penalty=1.5, frequency_penalty=0.25, presence_penalty=0.5)
     assert sampler.variant_of(how).weighed
     weights = Weights.of(2, VOCAB, logits.device)
-    weights.load([Told(tokens[:-1], num_prompt, bias), None])
+    weights.load([Penalised(tokens[:-1], num_prompt, bias), None])
     fields = rows_of([how, Sampling(1)], [0, 0], [0, 0])
-    fields[sampler.Field.TOKEN] = tokens[-1]
-    weights.count(fields)
+    last = torch.tensor([[tokens[-1]], [tokens[-1]]])
+    weights.count_kept(last, torch.zeros_like(last), last)
     got = weights.weighed(logits.expand(2, -1), fields)
     wanted = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([tokens]), logits[None].clone())[0]
     wanted[7] -= 3 * 0.25 + 0.5 + 1
@@ -158,7 +159,7 @@ def test_penalties_weigh_as_transformers_and_openai_say(logits):
     assert torch.equal(got[1], logits)
 
 
-# ---- the end of a step: what is told, what goes on, and how its kernel is launched
+# ---- the end of a round: its records, what goes on, and how its kernel is launched
 
 
 CPU = torch.device("cpu")
@@ -170,34 +171,46 @@ def fields(*samplings: Sampling) -> torch.Tensor:
     return torch.from_numpy(of_rows)
 
 
-def test_a_step_is_told_and_goes_on():
+def test_a_step_leaves_records_and_goes_on():
     record = Record((4, 8), 100)
     logits = torch.zeros(3, 100)
     logits[range(3), [7, 8, 9]] = 1.0
-    rows, told = fields(*[Sampling(1, 0)] * 3), torch.zeros(3, record.width, dtype=torch.int32)
+    rows = fields(*[Sampling(1, 0)] * 3)
+    records = torch.zeros(3, 1, record.width, dtype=torch.int32)
     fired = torch.tensor([[0, 1, 2], [8, 6, 4]], dtype=torch.int32)
-    StepEnd(record, None, 3, CPU)(logits, fired, rows, told, Variant(logprobs=True))
+    end = StepEnd(record, None, 3, CPU)
+    end(
+        logits[:, None], fired[..., None], inputs_of(rows, None), rows, records,
+        Variant(logprobs=True),
+    )  # fmt: skip
+    made = records[:, 0].numpy()
     assert rows[Field.TOKEN].tolist() == [7, 8, 9]
     assert rows[Field.POSITION].tolist() == [5, 6, 6]  # none goes beyond its limit
-    token = record.token(told[1].numpy(), Sampling(1, top_logprobs=2, densities=True))
+    token = record.token(made[1], Sampling(1, top_logprobs=2, densities=True))
     assert (token.id, token.densities) == (8, (0.25, 0.75))
     assert token.logprob == pytest.approx(logits[1].log_softmax(-1)[8].item())
     assert len(token.top) == 2
     assert token.top[0] == (8, token.logprob)
-    assert record.shares(told.numpy()).sum(0).tolist() == [0.75, 2.25]
+    assert record.shares(made).sum(0).tolist() == [0.75, 2.25]
     of_a_fit = Record((4, 8), 100, mapped=2)  # of which two always fire
-    assert of_a_fit.shares(told.numpy()).tolist() == [[0, 1], [0, 4 / 6], [0, 2 / 6]]
+    assert of_a_fit.shares(made).tolist() == [[0, 1], [0, 4 / 6], [0, 2 / 6]]
 
 
-@pytest.mark.parametrize(("B", "V", "blocks"), [(1, 49152, 48), (3, 41, 1), (64, 49155, 16)])
-def test_the_kernel_is_launched_as_its_source_says(B, V, blocks):
-    kernels, record = Launches(), Record((), V)
-    rows, told = fields(*[Sampling(1)] * B), torch.zeros(B, record.width, dtype=torch.int32)
-    end = StepEnd(record, kernels, 64, CPU)
-    fired = torch.zeros(0, B, dtype=torch.int32)
-    end(torch.zeros(B, V, dtype=torch.bfloat16), fired, rows, told, Variant(drawn=True))
+@pytest.mark.parametrize(
+    ("B", "V", "num_drafts", "blocks"),
+    [(1, 49152, 0, 48), (3, 41, 0, 1), (64, 49155, 0, 16), (8, 49155, 7, 16), (1, 49152, 4, 48)],
+)
+def test_the_kernel_is_launched_as_its_source_says(B, V, num_drafts, blocks):
+    kernels, record, num_tokens = Launches(), Record((), V), 1 + num_drafts
+    rows = fields(*[Sampling(1)] * B)
+    records = torch.zeros(B, num_tokens, record.width, dtype=torch.int32)
+    end = StepEnd(record, kernels, 64, CPU, num_tokens)
+    fired = torch.zeros(0, B, num_tokens, dtype=torch.int32)
+    logits = torch.zeros(B, num_tokens, V, dtype=torch.bfloat16)
+    drafts = torch.zeros(B, num_drafts) if num_drafts else None
+    end(logits, fired, inputs_of(rows, drafts), rows, records, Variant(drawn=True))
     ((name, grid, block, args, _),) = kernels.made
-    assert (name, grid, block) == ("choose", (blocks, B), 256)
+    assert (name, grid, block) == ("choose", (blocks, B * num_tokens), 256)
     assert_taken(name, args)
     assert args[0].dtype == torch.float32
 

@@ -22,8 +22,8 @@ def reads_late(request, monkeypatch) -> bool:
     """Steps are read before or after the next one is launched, as on a CPU and on a GPU."""
     made = Batch.__init__
 
-    def make(self, *arguments):
-        made(self, *arguments)
+    def make(self, *arguments, **how):
+        made(self, *arguments, **how)
         self.reads_late = request.param
 
     monkeypatch.setattr(Batch, "__init__", make)

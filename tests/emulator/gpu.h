@@ -14,6 +14,8 @@ float fmaxf(float, float) noexcept;
 float nearbyintf(float) noexcept;
 float sqrtf(float) noexcept;
 float tanhf(float) noexcept;
+float logf(float) noexcept;
+float log1pf(float) noexcept;
 }
 template <class T>
 constexpr T max(T a, T b) {
@@ -133,14 +135,16 @@ inline unsigned __ballot_sync(unsigned, bool value) {
     return emulator::over_lanes(own, [](unsigned a, unsigned b) { return a | b; });
 }
 inline bool __any_sync(unsigned all, bool value) { return __ballot_sync(all, value); }
-inline int __reduce_max_sync(unsigned, int value) {
-    return emulator::over_lanes(value, [](int a, int b) { return max(a, b); });
+template <class T>
+inline T __reduce_max_sync(unsigned, T value) {
+    return emulator::over_lanes(value, [](T a, T b) { return max(a, b); });
 }
 inline int __reduce_add_sync(unsigned, int value) {
     return emulator::over_lanes(value, [](int a, int b) { return a + b; });
 }
-inline int __reduce_min_sync(unsigned, int value) {
-    return emulator::over_lanes(value, [](int a, int b) { return min(a, b); });
+template <class T>
+inline T __reduce_min_sync(unsigned, T value) {
+    return emulator::over_lanes(value, [](T a, T b) { return min(a, b); });
 }
 inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     return emulator::over_lanes(value, [](unsigned a, unsigned b) { return a | b; });
@@ -179,6 +183,16 @@ inline int atomicAdd(int* to, int value) {
 inline unsigned atomicOr(unsigned* to, unsigned bits) {
     const auto before = emulator::load<unsigned>(to, emulator::kStrong);
     emulator::store<unsigned>(to, before | bits, emulator::kStrong);
+    return before;
+}
+inline unsigned long long atomicMax(unsigned long long* to, unsigned long long value) {
+    const auto before = emulator::load<unsigned long long>(to, emulator::kStrong);
+    emulator::store<unsigned long long>(to, max(before, value), emulator::kStrong);
+    return before;
+}
+inline unsigned long long atomicExch(unsigned long long* to, unsigned long long value) {
+    const auto before = emulator::load<unsigned long long>(to, emulator::kStrong);
+    emulator::store<unsigned long long>(to, value, emulator::kStrong);
     return before;
 }
 size_t __cvta_generic_to_shared(const void* pointer);

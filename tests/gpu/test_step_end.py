@@ -1,4 +1,4 @@
-"""The end of a step by its kernel: the tokens that torch would choose, and the same bits again."""
+"""The end of a round by its kernel: the tokens that torch would choose, and the same bits again."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import torch
 
 from twellctl.bundle.twell_launch import kernels_for
 from twellctl.decoding.engine import Sampling
+from twellctl.decoding.rounds import NOT_KEPT, inputs_of
 from twellctl.decoding.sampler import Field, Variant, fields_of
 from twellctl.decoding.step_end import Record, StepEnd
 from twellctl.here.own_kernels import own_kernels
@@ -30,14 +31,19 @@ def rows_of(B: int) -> torch.Tensor:
     return torch.from_numpy(rows).to(DEVICE)[:, :B]
 
 
-def ended(kernels, logits: torch.Tensor, variant: Variant) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fields and records after a step that gave `logits`."""
-    B, V = logits.shape
+def ended(
+    kernels, logits: torch.Tensor, variant: Variant, drafts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fields and records after a round that gave `logits` `[B, V]`, or `[B, Q, V]` with drafts."""
+    logits = logits if logits.dim() == 3 else logits[:, None]
+    B, Q, V = logits.shape
     record, fields = Record(NEURONS, V), rows_of(B)
-    records = torch.zeros(70, record.width, dtype=torch.int32, device=DEVICE)
-    fired = torch.arange(len(NEURONS) * B, dtype=torch.int32, device=DEVICE).view(-1, B)
-    end = StepEnd(record, kernels, 70, torch.device(DEVICE))
-    end(logits, fired, fields, records[:B], variant)
+    if drafts is not None:  # every fourth row is near its limit
+        fields[Field.LIMIT] += Q * (torch.arange(1, B + 1, dtype=torch.int32, device=DEVICE) % 4)
+    records = torch.zeros(70, Q, record.width, dtype=torch.int32, device=DEVICE)
+    fired = torch.arange(len(NEURONS) * B * Q, dtype=torch.int32, device=DEVICE).view(-1, B, Q)
+    end = StepEnd(record, kernels, 70, torch.device(DEVICE), Q)
+    end(logits, fired, inputs_of(fields, drafts), fields, records[:B], variant)
     assert not end._best.any()
     assert not end._tickets.any()
     return fields, records
@@ -58,21 +64,49 @@ def test_what_torch_would_choose(kernels, B, V, is_cut):
         assert torch.equal(ended(kernels, logits, variant)[1], records)
 
 
+@pytest.mark.parametrize("V", [4, 1021, 49155])
+@pytest.mark.parametrize(("B", "Q"), [(1, 2), (1, 16), (3, 5), (12, 5)])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_torch_would_keep_of_a_round(kernels, B, Q, V, is_cut):
+    """Rows near their limits, and drafts of which 0 to all are what is chosen."""
+    torch.manual_seed(B * V * Q)
+    logits = (3 * torch.randn(B, Q, V)).to(DEVICE)
+    logits[0, Q - 1, V // 2] = float("nan")
+    variant = Variant(True, is_cut, True)
+    nothing = torch.full((B, Q - 1), -5, device=DEVICE)
+    drafts = nothing.clone()
+    for place in range(Q - 1):  # what is chosen after those before
+        _, records = ended(None, logits, variant, drafts)
+        column = torch.where(records[:B, place, 0] < 0, 1, records[:B, place, 0])
+        drafts[:, place] = column
+    counts = set()
+    for wrong in range(Q):
+        given = drafts.clone()
+        given[:, wrong : wrong + 1] += 1
+        fields, records = ended(kernels, logits, variant, given)
+        wanted_fields, wanted = ended(None, logits, variant, given)
+        assert torch.equal(fields[: Field.SLOT], wanted_fields[: Field.SLOT])
+        assert torch.equal(records, wanted)
+        assert (fields[Field.SLOT] == 1).all()
+        counts |= set((records[:B, :, 0] != NOT_KEPT).sum(1).tolist())
+    assert len(counts) > 1
+
+
 def test_records_go_by_turns(kernels):
     record, fields = Record(NEURONS, 1000), rows_of(3)
     end = StepEnd(record, kernels, 70, torch.device(DEVICE))
-    records = torch.zeros(2, 70, record.width, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-    fired = torch.ones(len(NEURONS), 3, dtype=torch.int32, device=DEVICE)
-    assert end.tells_host(Variant(True, True))
+    on_host = torch.zeros(2, 70, 1, record.width, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+    fired = torch.ones(len(NEURONS), 3, 1, dtype=torch.int32, device=DEVICE)
+    assert end.writes_to_host(Variant(True, True))
     for best in (7, 8, 9):
-        logits = torch.full((3, 1000), -50.0, device=DEVICE)
-        logits[:, best] = 50.0
-        end(logits, fired, fields, records[:, :3], Variant())
+        logits = torch.full((3, 1, 1000), -50.0, device=DEVICE)
+        logits[..., best] = 50.0
+        end(logits, fired, inputs_of(fields, None), fields, on_host[:, :3], Variant())
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    assert records[:, :3, 0].tolist() == [[9] * 3, [8] * 3]
-    assert (records[:, :3, record.fired] == 1).all()
-    assert not records[:, 3:].any()
+    assert on_host[:, :3, 0, 0].tolist() == [[9] * 3, [8] * 3]
+    assert (on_host[:, :3, 0, record.fired] == 1).all()
+    assert not on_host[:, 3:].any()
 
 
 def test_of_several_the_first_and_nan_before_all(kernels):
@@ -90,6 +124,6 @@ def test_of_several_the_first_and_nan_before_all(kernels):
     logits = logits.to(DEVICE)
     for dtype in (torch.float32, torch.bfloat16):
         _, records = ended(kernels, logits.to(dtype), Variant())
-        assert records[[0, 4], 0].tolist() == [70, 0]  # greedy ones
-    rows = [ended(kernels, row.expand(1, -1), Variant())[1][0, 0].item() for row in logits]
+        assert records[[0, 4], 0, 0].tolist() == [70, 0]  # greedy ones
+    rows = [ended(kernels, row.expand(1, -1), Variant())[1][0, 0, 0].item() for row in logits]
     assert rows == [70, 0, -1, 4999, 0, 2500, -1, 3]

@@ -1,15 +1,14 @@
-"""The rows of a decoder's steps on its device: inputs, records of what was chosen, CUDA graphs.
+"""The rows of a decoder's rounds on its device: inputs, records of what was chosen, CUDA graphs.
 
-A step reads tokens, positions and tables from buffers that stay where they are, and writes the
-tokens it chose and the positions after them back there: the next step needs nothing from the host.
-What the host wants to know of a step is one record a row, written to its memory, or copied there
-behind the step, and read later. On a GPU a step is captured once for each (bucket of rows, width of
-tables, variant of sampling).
+A round (rounds.py) reads tokens, positions and tables from buffers that stay where they are, and
+writes the last tokens it chose and the positions after them back there: the next round needs
+nothing from the host. What the host wants to know of a round is one record for each token that was
+read, written to its memory, or copied there after the round, and read later. On a GPU a round is
+captured once for each (bucket of rows, width of tables, variant of sampling).
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,61 +16,53 @@ import torch
 from torch import Tensor
 
 from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.rounds import Drafter, Round, inputs_of
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.step_end import Record, StepEnd
-from twellctl.decoding.weighing import Told, Weights
+from twellctl.decoding.weighing import Penalised, Weights
 
 logger = logging.getLogger(__name__)
 _WARM_UPS = 2
-_IN_FLIGHT = 2  # of as many a kernel tells the host by itself
+_IN_FLIGHT = 2  # of so many a kernel can write the records to the host's memory
 
 
 def buckets(max_rows: int) -> list[int]:
-    """The numbers of rows that steps are made for: powers of two, and `max_rows` itself."""
+    """The numbers of rows that rounds are made for: powers of two, and `max_rows` itself."""
     return sorted({1 << i for i in range(max_rows.bit_length())} | {max_rows})
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step that was launched."""
-
-    num_rows: int
-    _record: Tensor
-    _event: torch.cuda.Event | None
-
-    def read(self) -> np.ndarray:
-        """Its records, int32 `[num_rows, width]`; waits for it. Valid for `in_flight` steps."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._record.numpy()[: self.num_rows]
 
 
 class Batch:
     """Up to `max_rows` rows with tables of up to `max_pages` pages."""
 
     def __init__(
-        self, decoder: Decoder, max_rows: int, max_pages: int, in_flight: int = _IN_FLIGHT
+        self,
+        decoder: Decoder,
+        max_rows: int,
+        max_pages: int,
+        in_flight: int = _IN_FLIGHT,
+        drafter: Drafter | None = None,
     ):
-        """`in_flight`: steps whose records were not read yet, at most."""
-        self.decoder = decoder
+        """`in_flight`: rounds whose records were not read yet, at most."""
+        self.decoder, self._drafter = decoder, drafter
+        self.num_tokens = 1 if drafter is None else 1 + drafter.num_drafts  # of a row and round
         self.record = Record(decoder.neurons, decoder.vocab_size, decoder.mapped)
-        self._end = StepEnd(self.record, decoder.kernels, max_rows, decoder.device)
-        self._on_gpu = decoder.device.type == "cuda"
-        self.reads_late = self._on_gpu  # elsewhere a step is through when it was launched
+        device = decoder.device
+        self._end = StepEnd(self.record, decoder.kernels, max_rows, device, self.num_tokens)
+        self._on_gpu = device.type == "cuda"
+        self.reads_late = self._on_gpu  # elsewhere a round is through when it was launched
         self._buckets, self._widths = buckets(max_rows), decoder.widths(max_pages)
         self._num_rows = 0
         self._host_fields = self._on_host(len(Field), max_rows)
         self._host_tables = self._on_host(max_rows, max_pages)
-        self._fields = self._host_fields.to(decoder.device, copy=True)
-        self._tables = self._host_tables.to(decoder.device, copy=True)
-        self._records = torch.zeros(
-            (max_rows, self.record.width), dtype=torch.int32, device=decoder.device
-        )
-        self._told = self._on_host(in_flight, *self._records.shape)
-        self._slot = 0  # of those, the next step's; Field.SLOT says the same
+        self._fields = self._host_fields.to(device, copy=True)
+        self._tables = self._host_tables.to(device, copy=True)
+        size = max_rows, self.num_tokens, self.record.width
+        self._records = torch.zeros(size, dtype=torch.int32, device=device)
+        self._records_on_host = self._on_host(in_flight, *size)
+        self._slot = 0  # of those, the next round's; Field.SLOT says the same
         self._weights: Weights | None = None  # made for the first rows that need them
         self._grown: list[int] = []
-        self._runs: dict[tuple[int, int, Variant], Callable[[], None]] = {}
+        self._runs: dict[tuple[int, int, Variant, bool], Callable[[], None]] = {}
         self._captures = self._on_gpu and decoder.capturable
         self._uncaptured: set[Variant] = set()  # those that were tried in vain
         self._graph_memory = torch.cuda.graph_pool_handle() if self._captures else None
@@ -80,14 +71,14 @@ class Batch:
         self,
         fields: Sequence[np.ndarray],
         pages: Sequence[Sequence[int]],
-        told: Sequence[Told | None] = (),
+        penalised: Sequence[Penalised | None] = (),
     ) -> None:
-        """Set the rows anew; no step may be under way. Fields as `fields_of` makes them."""
-        if any(told):
+        """Set the rows anew; no round may be under way. Fields as `fields_of` makes them."""
+        if any(penalised):
             if self._weights is None:
                 size = len(self._records), self.decoder.vocab_size
                 self._weights = Weights.of(*size, self.decoder.device)
-            self._weights.load(told)
+            self._weights.load(penalised)
         self._num_rows = len(fields)
         of_rows, tables = self._host_fields.numpy(), self._host_tables.numpy()
         of_rows[:], tables[:] = 0, 0
@@ -102,7 +93,7 @@ class Batch:
     def put(
         self, rows: Sequence[int], fields: Sequence[np.ndarray], pages: Sequence[Sequence[int]]
     ) -> None:
-        """Set some `rows` anew, behind the steps under way. Rows without pages are nobody's."""
+        """Set some `rows` anew, after the rounds under way. Rows without pages are nobody's."""
         new = self._on_host(len(rows), len(Field) + 1 + self._tables.shape[1])
         for values, row, of_row, taken in zip(new.numpy(), rows, fields, pages, strict=True):
             values[: len(Field) + 1] = [*of_row, row]
@@ -114,7 +105,7 @@ class Batch:
         self._num_rows = max(self._num_rows, 1 + max(rows))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these `rows` alone, in this order, behind the steps under way."""
+        """Go on with these `rows` alone, in this order, after the rounds under way."""
         self._num_rows = len(rows)
         there = self._on_host(len(rows))
         there.numpy()[:] = rows
@@ -124,25 +115,29 @@ class Batch:
             of_rows.zero_().narrow(dim, 0, len(rows)).copy_(kept)
 
     def allow(self, allowed: Mapping[int, bytes]) -> None:
-        """Of some rows that were loaded with a guide: what may be next; no step is under way."""
-        if allowed:
+        """Of some rows that were loaded with a guide: what may be next; no round is under way."""
+        if allowed and self._weights is not None:
             self._weights.allow(allowed)
 
     def add_page(self, row: int, place: int, page: int) -> None:
-        """One more page of a row, for the steps to come."""
+        """One more page of a row, for the rounds to come."""
         self._host_tables.numpy()[row, place] = page
         self._grown.append(row)
 
-    def launch(self, num_pages: int, variant: Variant) -> Step:
-        """Start a step of all rows, none of which has more than `num_pages` pages."""
+    def launch(self, num_pages: int, variant: Variant, *, drafts: bool = True) -> Round:
+        """Start a round of all rows, none of which has more than `num_pages` pages.
+
+        Without `drafts` each row reads one token and keeps one.
+        """
         self._bring_tables()
         B = next(bucket for bucket in self._buckets if bucket >= self._num_rows)
         W = next(width for width in self._widths if width >= num_pages)
-        key = (B, W, self._end.kind_of(variant))
+        drafts = drafts and self._drafter is not None
+        key = (B, W, self._end.kind_of(variant), drafts)
         if (run := self._runs.get(key)) is None:
             run = self._runs[key] = self._prepared(*key)
         run()
-        return self._followed(B, variant)
+        return self._followed(B, variant, self.num_tokens if drafts else 1)
 
     def first(
         self,
@@ -150,27 +145,28 @@ class Batch:
         fired: Tensor,
         fields: Sequence[np.ndarray],
         variant: Variant,
-        told: Sequence[Told | None] = (),
+        penalised: Sequence[Penalised | None] = (),
     ) -> np.ndarray:
-        """Choose the tokens after prompts from logits `[B, V]`; records `[B, width]`. Waits."""
+        """Choose the tokens after prompts from logits `[B, 1, V]`, `fired` `[L, B, 1]`; records
+        `[B, 1, width]`. Waits."""
         of_rows = torch.from_numpy(np.stack(fields, 1)).to(self.decoder.device)
-        records = torch.zeros_like(self._records[: len(logits)])
+        records = torch.zeros_like(self._records[: len(logits), :1])
         weights = None
         if variant.weighed:
             weights = Weights.of(len(logits), logits.shape[-1], logits.device)
-            weights.load(told)
-        self._end(logits, fired, of_rows, records, variant, weights)
+            weights.load(penalised)
+        self._end(logits, fired, inputs_of(of_rows, None), of_rows, records, variant, weights)
         return records.cpu().numpy()
 
-    def _tells_host(self, variant: Variant) -> bool:
-        return len(self._told) == _IN_FLIGHT and self._end.tells_host(variant)
+    def _writes_to_host(self, variant: Variant) -> bool:
+        return len(self._records_on_host) == _IN_FLIGHT and self._end.writes_to_host(variant)
 
     def _on_host(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=self._on_gpu)
 
     def _bring_tables(self) -> None:
         # The host adds pages to its tables while an older copy may be under way: that is no race
-        # that matters, since steps launched before do not look at the new places.
+        # that matters, since rounds launched before do not look at the new places.
         if len(self._grown) > 1:
             rows = slice(self._num_rows)
             self._tables[rows].copy_(self._host_tables[rows], non_blocking=True)
@@ -178,29 +174,32 @@ class Batch:
             self._tables[self._grown[0]].copy_(self._host_tables[self._grown[0]], non_blocking=True)
         self._grown.clear()
 
-    def _followed(self, B: int, variant: Variant) -> Step:
-        """The step just launched, with the copy of its records behind it, if it needs one."""
-        told = self._told[self._slot]
-        self._slot = (self._slot + 1) % len(self._told)
-        if not self._tells_host(variant):
-            told[:B].copy_(self._records[:B], non_blocking=True)
+    def _followed(self, B: int, variant: Variant, num_tokens: int) -> Round:
+        """The round just launched, with the copy of its records after it, if it needs one."""
+        on_host = self._records_on_host[self._slot]
+        self._slot = (self._slot + 1) % len(self._records_on_host)
+        if not self._writes_to_host(variant):
+            on_host[:B].copy_(self._records[:B], non_blocking=True)
         event = None
         if self._on_gpu:
             event = torch.cuda.Event()
             event.record()
-        return Step(self._num_rows, told, event)
+        return Round(self._num_rows, num_tokens, on_host, event)
 
-    def _step(self, B: int, W: int, variant: Variant) -> None:
-        fields = self._fields[:, :B]
-        tokens, positions = fields[Field.TOKEN, :, None], fields[Field.POSITION, :, None]
-        logits, fired = self.decoder.run(tokens, positions, self._tables[:B, :W])
-        records = self._told if self._tells_host(variant) else self._records
-        weights = self._weights.first(B) if variant.weighed else None
-        self._end(logits[:, 0], fired[..., 0], fields, records[..., :B, :], variant, weights)
+    def _round(self, B: int, W: int, variant: Variant, drafts: bool) -> None:
+        fields, tables = self._fields[:, :B], self._tables[:B, :W]
+        proposed = self._drafter.draft(fields, tables) if drafts and self._drafter else None
+        inputs = inputs_of(fields, proposed)
+        Q = inputs[0].shape[1]
+        logits, fired = self.decoder.run(*inputs, tables, last=Q)
+        records = self._records_on_host if self._writes_to_host(variant) else self._records
+        weights = self._weights.first(B) if variant.weighed and self._weights else None
+        of_rows = records[..., :B, :Q, :]
+        self._end(logits, fired, inputs, fields, of_rows, variant, weights)
 
-    def _prepared(self, B: int, W: int, variant: Variant) -> Callable[[], None]:
-        """The step as a CUDA graph, or as it is where there are none."""
-        run = partial(self._step, B, W, variant)
+    def _prepared(self, B: int, W: int, variant: Variant, drafts: bool) -> Callable[[], None]:
+        """The round as a CUDA graph, or as it is where there are none."""
+        run = partial(self._round, B, W, variant, drafts)
         if not self._captures or variant in self._uncaptured:
             return run
         for _ in range(_WARM_UPS):
@@ -222,7 +221,7 @@ class Batch:
         return graph.replay
 
     def _rehearse(self, run: Callable[[], None]) -> None:
-        """A step after which the rows stand where they stood; it caches what the next one will."""
+        """A round after which the rows stand where they stood; it caches what the next one will."""
         written = [] if self._weights is None else [self._weights.written]
         stand = [self._fields, *written]
         kept = [part.clone() for part in stand]

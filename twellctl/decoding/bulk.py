@@ -1,9 +1,9 @@
 """Many prompts continued as fast as they go through: no one waits for a token, only for the last.
 
-Rows of a batch take steps, `STEPS` in a row without the host. The host looks at what they gave when
-the next ones run already: it takes out what has ended, reads the next prompts together, and puts
-them into the free rows. The last token of a prompt is a row's first input, so that reading gives
-only keys and values. (scheduler.py is for those who wait for each token.)
+Rows of a batch take rounds, `ROUNDS` in a row without the host. The host looks at what they gave
+when the next ones run already: it takes out what has ended, reads the next prompts together, and
+puts them into the free rows. The last token of a prompt is a row's first input, so that reading
+gives only keys and values. (scheduler.py is for those who wait for each token.)
 """
 
 import contextlib
@@ -16,15 +16,16 @@ import torch
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_spec import PAGE
-from twellctl.decoding.batch import Batch, Step
+from twellctl.decoding.batch import Batch
+from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling
 from twellctl.decoding.opening import eos_tokens, num_pages
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import PagePool, pages_for
+from twellctl.decoding.rounds import Drafter, Round, chosen_in, records_of
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.scheduler import NO_NUMBERS, check_fits, failure_of, variant_of_all
 from twellctl.decoding.sequence import Sequence
-from twellctl.decoding.step_end import NO_TOKEN
 from twellctl.decoding.torch_decoder import TorchDecoder, padded, why_not_consecutive
 from twellctl.errors import TwellError
 
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS = 1024  # at once, at most
-STEPS = 8  # between two looks of the host
+ROUNDS = 8  # between two looks of the host
 _PROMPT_TOKENS = 16384  # read in one forward, at most
-_SHRINK = 4  # to a quarter of the rows, and no sooner: a step of other size is captured anew
+_SHRINK = 4  # to a quarter of the rows, and no sooner: a round of other size is captured anew
 
 
 def answers(
@@ -59,48 +60,66 @@ def answers(
     waiting, longest = iter(sequences), max((s.most_tokens for s in sequences), default=0)
     ends = eos_tokens(model, [tokenizer.eos_token_id])
     rows = max(1, min(rows, len(prompts)))
-    with contextlib.closing(Bulk(model, ends, rows=rows, longest=longest)) as bulk:
+    with contextlib.closing(open_bulk(model, ends, rows=rows, longest=longest)) as bulk:
         for sequence in bulk.run(lambda: next(waiting, None)):
             yield sequence.client, sequence.tokens[sequence.num_prompt :]
 
 
+def open_bulk(
+    model: PreTrainedModel,
+    ends: frozenset[int],
+    *,
+    rows: int = ROWS,
+    longest: int | None = None,
+) -> "Bulk":
+    """A `Bulk` over the best decoder for `model`, which continues sequences of up to `longest`
+    tokens; None: the model's context. `TwellError` for a model that does not go through batches.
+    """
+    why = why_not_consecutive(model)
+    if why is not None and (reason := TorchDecoder.why_not(model)):
+        raise TwellError(f"this model cannot write several texts at once: {reason}")
+    decoder = TorchDecoder(model, consecutive=why is None)
+    longest = min(longest or decoder.context, decoder.context)
+    pages = num_pages(decoder, None, rows, longest)
+    with torch.inference_mode():
+        by_tokens = decoder.consecutive
+        decoder.attach(PagedCache(decoder.shapes, pages, decoder.device, by_tokens=by_tokens))
+    return Bulk(decoder, pages, ends, rows=rows, longest=longest, why_slow=why)
+
+
 class Bulk:
-    """Continues sequences of `model` until one of `ends`, up to `rows` at once."""
+    """Continues sequences until one of `ends`, up to `rows` at once, each in consecutive pages."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        decoder: Decoder,
+        num_pages: int,
         ends: frozenset[int],
         *,
-        rows: int = ROWS,
-        longest: int | None = None,
+        rows: int,
+        longest: int,
+        why_slow: str | None = None,
+        drafter: Drafter | None = None,
     ):
-        """`longest`: tokens of a sequence at most, None: the model's context.
-
-        `TwellError` for a model that does not go through batches.
-        """
-        self._decoder, self.why_slow = _open_decoder(model)  # None: as fast as it gets
-        self.ends, self.context = ends, min(longest or self._decoder.context, self._decoder.context)
-        pages = num_pages(self._decoder, None, rows, self.context)
+        """`decoder` uses a cache of `num_pages` pages. `longest`: tokens of a sequence, at most.
+        `why_slow`: what stands against a faster decoder."""
+        self._decoder, self.why_slow, self.ends = decoder, why_slow, ends
         self.num_drawn = self.num_tokens = 0  # in all; of what is under way, with the prompts
-        self._pool, self._max_rows = PagePool(pages), rows
-        self.context = min(self.context, self._pool.capacity * PAGE)
+        self._pool, self._max_rows = PagePool(num_pages), rows
+        self.context = min(longest, self._pool.capacity * PAGE)
         self._rows: list[Sequence | None] = []  # None: free
         self._left: set[int] = set()  # rows whose sequence has gone, and still writes
         self._held: Sequence | None = None  # what there was no room for
-        self._under_way: tuple[list[Step], list[tuple[int, Sequence]]] | None = None
+        self._under_way: tuple[list[Round], list[tuple[int, Sequence]]] | None = None
         self._variant = Variant()
-        self._on_stream = contextlib.nullcontext()
-        if on_gpu := self._decoder.device.type == "cuda":  # graphs are not captured on the default
-            self._on_stream = torch.cuda.stream(torch.cuda.Stream(self._decoder.device))
+        self._on_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if on_gpu := decoder.device.type == "cuda":  # graphs are not captured on the default
+            self._on_stream = torch.cuda.stream(torch.cuda.Stream(decoder.device))
         with torch.inference_mode():
-            by_tokens = self._decoder.consecutive
-            self._decoder.attach(
-                PagedCache(self._decoder.shapes, pages, self._decoder.device, by_tokens=by_tokens)
-            )
-            self._batch = Batch(self._decoder, rows, pages_for(self.context), 2 * STEPS)
+            pages = pages_for(self.context)
+            self._batch = Batch(decoder, rows, pages, 2 * ROUNDS, drafter)
         if on_gpu:
-            torch.cuda.synchronize(self._decoder.device)
+            torch.cuda.synchronize(decoder.device)
 
     def close(self) -> None:
         """Wait until nothing runs any more that writes to the cache."""
@@ -127,7 +146,7 @@ class Bulk:
 
     @torch.inference_mode()
     def _advance(self, following: Callable[[], Sequence | None]) -> tuple[bool, list[Sequence]]:
-        """Launch the next steps and look at those before; (whether to go on, what has ended)."""
+        """Launch the next rounds and look at those before; (whether to go on, what has ended)."""
         with self._on_stream:
             entered = self._enter(following)
             launched = self._launch()
@@ -141,10 +160,10 @@ class Bulk:
     # ---- rows ----
 
     def _enter(self, following: Callable[[], Sequence | None]) -> bool:
-        """Fill the free rows. Those that stay free shall write where nobody reads."""
+        """Fill the free rows. Those that stay free write where nobody reads."""
         places = [row for row, sequence in enumerate(self._rows) if sequence is None]
         places += range(len(self._rows), self._max_rows)
-        entered = {}
+        entered: dict[int, Sequence] = {}
         for row in places:
             sequence, self._held = self._held or following(), None
             if sequence is None:
@@ -181,7 +200,7 @@ class Bulk:
 
     def _put(self, entered: dict[int, Sequence]) -> None:
         nobody = np.zeros(len(Field), np.int32)
-        changed = {row: (nobody, ()) for row in self._left}
+        changed: dict[int, tuple[np.ndarray, list[int]]] = {row: (nobody, []) for row in self._left}
         changed |= {row: (s.fields(), s.pages) for row, s in entered.items()}
         self._left.clear()
         if changed:
@@ -196,37 +215,31 @@ class Bulk:
             self._batch.keep(taken)
             self._rows = [self._rows[row] for row in taken]
 
-    # ---- steps ----
+    # ---- rounds ----
 
-    def _launch(self) -> tuple[list[Step], list[tuple[int, Sequence]]] | None:
+    def _launch(self) -> tuple[list[Round], list[tuple[int, Sequence]]] | None:
         rows = [(row, s) for row, s in enumerate(self._rows) if s and not s.all_launched]
         if not rows:
             return None
-        count = min(STEPS, max(s.most_tokens - len(s.tokens) - s.launched for _, s in rows))
+        count = min(ROUNDS, max(s.most_tokens - len(s.tokens) - s.launched for _, s in rows))
         num_pages = max(len(s.pages) for _, s in rows)
         for _, sequence in rows:
             sequence.launched += count
         return [self._batch.launch(num_pages, self._variant) for _ in range(count)], rows
 
-    def _read(self, steps: list[Step], rows: list[tuple[int, Sequence]]) -> list[Sequence]:
-        """Wait for `steps`; which of `rows` have ended."""
-        steps[-1].read()
-        drawn = np.stack([step.read()[:, 0] for step in steps], 1)
-        is_end = np.isin(drawn, [*self.ends, NO_TOKEN])
-        counts = np.where(is_end.any(1), is_end.argmax(1) + 1, len(steps)).tolist()
-        drawn, ended = drawn.tolist(), []
+    def _read(self, rounds: list[Round], rows: list[tuple[int, Sequence]]) -> list[Sequence]:
+        """Wait for `rounds`; which of `rows` have ended."""
+        chosen, ended = chosen_in(records_of(rounds)), []
         for row, sequence in rows:
-            sequence.launched -= len(steps)
+            sequence.launched -= len(rounds)
             if sequence.gone:
                 continue
-            tokens, left = sequence.tokens, sequence.most_tokens - len(sequence.tokens)
-            new = drawn[row][: min(counts[row], left)]
-            tokens += new
+            new, is_broken = sequence.take(chosen[row], self.ends)
             self.num_drawn += len(new)
             self.num_tokens += len(new)
-            if tokens[-1] == NO_TOKEN:
+            if is_broken:
                 raise TwellError(NO_NUMBERS)
-            if len(new) == left or tokens[-1] in self.ends:
+            if sequence.has_ended(self.ends):
                 ended.append(sequence)
                 self._leave(sequence)
         return ended
@@ -238,12 +251,3 @@ class Bulk:
         self._rows[row] = None
         self._left.add(row)
         self.num_tokens -= len(sequence.tokens)
-
-
-def _open_decoder(model: PreTrainedModel) -> tuple[TorchDecoder, str | None]:
-    """The best one for `model`, and what stands against a better one."""
-    if (why := why_not_consecutive(model)) is None:
-        return TorchDecoder(model, consecutive=True), None
-    if (last := TorchDecoder.why_not(model)) is None:
-        return TorchDecoder(model), why
-    raise TwellError(f"this model cannot write several texts at once: {last}")

@@ -1,6 +1,6 @@
-"""Continuous batching: which sequences a step continues, which prompt is read between two steps.
+"""Continuous batching: which sequences a round continues, which prompt is read between two rounds.
 
-A step is launched before the one before it is read, so that the device does not wait for the host.
+A round is launched before the one before it is read, so that the device does not wait for the host.
 When the rows change (a sequence comes, ends, needs a page that is not there) everything is read
 first; then the host knows each row and sets all anew.
 
@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from twellctl.bundle.twell_spec import PAGE
-from twellctl.decoding.batch import Batch, Step
+from twellctl.decoding.batch import Batch
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
 from twellctl.decoding.pages import PagePool, pages_for
+from twellctl.decoding.rounds import NOT_KEPT, Drafter, Round, chosen_in, records_of
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
 from twellctl.decoding.torch_decoder import padded
@@ -39,13 +40,21 @@ Event: TypeAlias = tuple[Sequence, Token | EngineError | None]
 class Scheduler:
     """Continues sequences with a `decoder` whose cache has `num_pages` pages (page 0 is lost)."""
 
-    prompts_together = 16  # read between two steps, at most
+    prompts_together = 16  # read between two rounds, at most
 
     def __init__(
-        self, decoder: Decoder, num_pages: int, max_running: int, eos_tokens: frozenset[int]
+        self,
+        decoder: Decoder,
+        num_pages: int,
+        max_running: int,
+        eos_tokens: frozenset[int],
+        drafter: Drafter | None = None,
     ):
         self.decoder, self.eos_tokens = decoder, eos_tokens
-        self.max_running = min(max_running, decoder.max_rows or max_running, num_pages - 1)
+        most_rows = max_running
+        if decoder.max_rows is not None:
+            most_rows = decoder.max_rows // (1 if drafter is None else 1 + drafter.num_drafts)
+        self.max_running = min(max_running, most_rows, num_pages - 1)
         self.context = min(decoder.context, (num_pages - 1) * PAGE)
         self.pool = PagePool(num_pages)
         self.waiting: deque[Sequence] = deque()
@@ -54,16 +63,17 @@ class Scheduler:
         self.failed = 0  # generations in a row, not for want of memory
         self.fired = np.zeros(len(decoder.neurons))  # sums of shares, over all generated tokens
         self._entering: list[Sequence] = []  # whose prompts are being read
-        self._under_way: tuple[Step, list[Sequence]] | None = None
+        self._under_way: tuple[Round, list[Sequence]] | None = None
         self._variant = Variant()
         self._changed = False
-        self._settled = False  # the rows are ready for a step that was put off
+        self._settled = False  # the rows are ready for a round that was put off
         on_gpu = decoder.device.type == "cuda"
-        self._on_stream = contextlib.nullcontext()
+        self._on_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if on_gpu:  # graphs are not captured on the default stream
             self._on_stream = torch.cuda.stream(torch.cuda.Stream(decoder.device))
         with torch.inference_mode():
-            self._batch = Batch(decoder, self.max_running, pages_for(self.context))
+            pages = pages_for(self.context)
+            self._batch = Batch(decoder, self.max_running, pages, drafter=drafter)
         if on_gpu:
             torch.cuda.synchronize(decoder.device)  # all so far was done on another stream
 
@@ -82,7 +92,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Forget a sequence: nothing more is told of it, its pages are free for the next step."""
+        """Forget a sequence: it has no more events, its pages are free for the next round."""
         if not sequence.gone:
             sequence.gone = self._changed = True
             self._settled = False
@@ -102,7 +112,7 @@ class Scheduler:
     def run(
         self, prompts: Tokens[Tokens[int]], sampling: Sampling
     ) -> Iterator[list[tuple[Sequence, Token]]]:
-        """Continue `prompts` in this thread: their tokens, step by step.
+        """Continue `prompts` in this thread: their tokens, round by round.
 
         The `client` of a sequence is the prompt's index. Raises the first `EngineError`.
         """
@@ -123,25 +133,25 @@ class Scheduler:
 
     @torch.inference_mode()
     def advance(self) -> list[Event]:
-        """Read prompts for a while or launch one step; what is known of steps before."""
+        """Read prompts for a while or launch one round; what is known of rounds before."""
         events: list[Event] = []
         with self._on_stream:
             begun = False
             if not self._settled and (self._changed or self._can_enter() or not self._can_go_on()):
                 begun = self._settle(events)
-            self._settled = begun  # nobody shall wait a step longer for a first token
+            self._settled = begun  # so that nobody waits a round longer for a first token
             if self.running and not begun:
                 self._launch(events)
         return events
 
-    # ---- steps ----
+    # ---- rounds ----
 
     def _can_go_on(self) -> bool:
-        """Whether the next step can be launched as the rows are; gives them the pages they need."""
+        """Whether the next round can be launched as the rows are; gives them pages they need."""
         for row, sequence in enumerate(self.running):
             if sequence.all_launched:
                 return False
-            if sequence.needs_page:
+            while sequence.needs_page(self._batch.num_tokens):
                 if (pages := self.pool.take(1)) is None:
                     return False
                 self._batch.add_page(row, len(sequence.pages), pages[0])
@@ -149,17 +159,17 @@ class Scheduler:
         return True
 
     def _launch(self, events: list[Event]) -> None:
-        if any(sequence.guide for sequence in self.running):
+        guides = {row: s.guide for row, s in enumerate(self.running) if s.guide}
+        if guides:
             self._read(events)  # what may be next depends on it
             if self._changed:
                 return
-            guided = [(row, s.guide) for row, s in enumerate(self.running) if s.guide]
-            self._batch.allow({row: guide.compute_bitmask() for row, guide in guided})
+            self._batch.allow({row: guide.compute_bitmask() for row, guide in guides.items()})
         before, rows = self._under_way, self.running
         num_pages = max(len(sequence.pages) for sequence in rows)
         failure = None
         try:
-            step = self._batch.launch(num_pages, self._variant)
+            launched = self._batch.launch(num_pages, self._variant, drafts=not guides)
         except Exception as error:  # which holds tensors up to here
             failure = failure_of(error)
         if failure:
@@ -170,45 +180,55 @@ class Scheduler:
             sequence.launched += 1
         self._under_way = before
         self._read(events)
-        self._under_way = step, rows
+        self._under_way = launched, rows
         if not self._batch.reads_late:
             self._read(events)
 
     def _read(self, events: list[Event]) -> None:
-        """Wait for the step under way, if there is one, and tell what it chose."""
+        """Wait for the round under way, if there is one, and report what it chose."""
         if self._under_way is None:
             return
-        (step, rows), self._under_way = self._under_way, None
+        (launched, rows), self._under_way = self._under_way, None
         try:
-            records = step.read()
+            records = records_of([launched])
         except Exception as error:  # of the device: nothing that runs can be saved
             self._blame(EngineError(str(failure_of(error))), events)
             return
-        self._count_fired(records, rows)
-        for sequence, record in zip(rows, records, strict=True):
+        for sequence in rows:
             sequence.launched -= 1
-            if not sequence.gone:
-                self._append(sequence, record, events)
+        self._append(records, rows, events)
 
-    def _count_fired(self, records: np.ndarray, rows: list[Sequence]) -> None:
-        if gone := [row for row, sequence in enumerate(rows) if sequence.gone]:
-            records = np.delete(records, gone, axis=0)
-        self.fired += self._batch.record.shares(records).sum(0)
+    def _append(self, records: np.ndarray, rows: list[Sequence], events: list[Event]) -> None:
+        """Give the tokens of `records` `[rows, tokens, width]` to the sequences that go on."""
+        taken = []
+        for sequence, chosen, of_row in zip(rows, chosen_in(records), records, strict=True):
+            if sequence.gone:
+                continue
+            new, is_broken = sequence.take(chosen, self.eos_tokens)
+            used = of_row if len(of_row) == 1 else of_row[of_row[:, 0] != NOT_KEPT]
+            taken.append(used[: len(new)])
+            self._report(sequence, taken[-1], events)
+            if is_broken:
+                self._end(sequence, events, EngineError(NO_NUMBERS))
+            elif sequence.has_ended(self.eos_tokens):
+                self._end(sequence, events)
+        if taken:
+            self.fired += self._batch.record.shares(np.concatenate(taken)).sum(0)
 
-    def _append(self, sequence: Sequence, record: np.ndarray, events: list[Event]) -> None:
-        token = self._batch.record.token(record, sequence.sampling)
-        if token is None:
-            self._end(sequence, events, EngineError(NO_NUMBERS))
-            return
-        sequence.tokens.append(token.id)
-        self.generated_tokens += 1
-        self.failed = 0
-        events.append((sequence, token))
-        ended = token.id in self.eos_tokens and not sequence.sampling.ignore_eos
-        if sequence.guide and not ended and not sequence.guide.consume_token(token.id):
-            self._end(sequence, events, EngineError(f"token {token.id} is not allowed here"))
-        if ended or len(sequence.tokens) >= sequence.most_tokens:
-            self._end(sequence, events)
+    def _report(self, sequence: Sequence, records: np.ndarray, events: list[Event]) -> None:
+        """The sequence's new tokens, `records` `[tokens, width]`, until one is wrong."""
+        for record in records:
+            token = self._batch.record.token(record, sequence.sampling)
+            if token is None:
+                self._end(sequence, events, EngineError(NO_NUMBERS))
+                return
+            self.generated_tokens += 1
+            self.failed = 0
+            events.append((sequence, token))
+            is_end = token.id in self.eos_tokens and not sequence.sampling.ignore_eos
+            if sequence.guide and not is_end and not sequence.guide.consume_token(token.id):
+                self._end(sequence, events, EngineError(f"token {token.id} is not allowed here"))
+                return
 
     def _end(
         self, sequence: Sequence, events: list[Event], error: EngineError | None = None
@@ -219,7 +239,7 @@ class Scheduler:
             events.append((sequence, error))
 
     def _blame(self, failure: EngineError, events: list[Event]) -> None:
-        """A step failed. For want of memory the youngest goes, else all that were in it."""
+        """A round failed. For want of memory the youngest goes, else all that were in it."""
         blamed = [sequence for sequence in self.running if not sequence.gone]
         if isinstance(failure, OutOfMemory):
             blamed = sorted(blamed, key=lambda sequence: sequence.number)[-1:]
@@ -247,7 +267,7 @@ class Scheduler:
         self._give_pages()
         self._variant = variant_of_all(self.running)
         rows = ([s.fields() for s in self.running], [s.pages for s in self.running])
-        self._batch.load(*rows, [s.told() for s in self.running])
+        self._batch.load(*rows, [s.penalised() for s in self.running])
         self._changed = False
         return begun
 
@@ -261,7 +281,7 @@ class Scheduler:
     def _give_pages(self) -> None:
         """A page to each row that needs one, the oldest first, if need be from the youngest."""
         for sequence in sorted(self.running, key=lambda sequence: sequence.number):
-            while sequence.pages and sequence.needs_page:
+            while sequence.pages and sequence.needs_page(self._batch.num_tokens):
                 if pages := self.pool.take(1):
                     sequence.pages += pages
                 else:
@@ -334,17 +354,16 @@ class Scheduler:
             sequences[0].cached = ends[0]
             return
         variant = variant_of_all(sequences)
-        told = [s.told() for s in sequences]
+        penalised = [s.penalised() for s in sequences]
         fields = [s.fields() for s in sequences]
-        records = self._batch.first(logits[:, 0], fired[..., 0], fields, variant, told)
+        records = self._batch.first(logits, fired, fields, variant, penalised)
         self._entering = [s for s in self._entering if s not in sequences]
         self.running += sequences
-        self._count_fired(records, sequences)
-        for sequence, record, end in zip(sequences, records, ends, strict=True):
+        for sequence, end in zip(sequences, ends, strict=True):
             sequence.cached = end
             if end == sequence.num_prompt:
                 self.prompt_tokens += end
-            self._append(sequence, record, events)
+        self._append(records, sequences, events)
 
     def _free_memory(self, failure: EngineError) -> None:
         if isinstance(failure, OutOfMemory):

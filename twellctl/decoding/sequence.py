@@ -9,8 +9,9 @@ import numpy as np
 
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.engine import Sampling
+from twellctl.decoding.rounds import NO_TOKEN
 from twellctl.decoding.sampler import Field, fields_of, variant_of
-from twellctl.decoding.weighing import Told
+from twellctl.decoding.weighing import Penalised
 
 _numbers = itertools.count()
 
@@ -18,8 +19,9 @@ _numbers = itertools.count()
 class Sequence:
     """Its tokens, its pages, and who waits for it (`client`: not looked at here).
 
-    When it runs, all tokens but the last one are cached. `launched` steps were started and not yet
-    read. A sequence that loses its pages begins again with all tokens it has as its prompt.
+    When it runs, all tokens but the last one are cached. `launched` rounds were started and not yet
+    read; each gives one token or more. A sequence that loses its pages begins again with all tokens
+    it has as its prompt.
     """
 
     def __init__(self, prompt: Tokens[int], sampling: Sampling, client: Any = None):
@@ -39,22 +41,42 @@ class Sequence:
         """How long it can become."""
         return self.num_prompt + self.sampling.max_tokens
 
-    @property
-    def needs_page(self) -> bool:
-        """Whether the next step's input stands behind its last page."""
-        return len(self.tokens) - 1 + self.launched >= len(self.pages) * PAGE
+    def needs_page(self, num_tokens: int) -> bool:
+        """Whether some of the `num_tokens` that the next round reads may stand after its last page:
+        if all those that are read in rounds under way are kept."""
+        end = len(self.tokens) - 1 + (self.launched + 1) * num_tokens
+        return min(end, self.most_tokens - 1) > len(self.pages) * PAGE
 
     @property
     def all_launched(self) -> bool:
-        """Whether no further step is wanted, whatever those under way give."""
+        """Whether no further round is wanted, whatever those under way give."""
         return len(self.tokens) + self.launched >= self.most_tokens
 
-    def told(self) -> Told | None:
-        """What its penalties, biases and guide go by; None without any."""
+    def take(self, chosen: Tokens[int], ends: frozenset[int]) -> tuple[list[int], bool]:
+        """Append those of the `chosen` tokens that belong to it: up to and with the first of
+        `ends`, as many as it can have. Returns them, and whether the one after them is no number
+        (`NO_TOKEN`)."""
+        new: list[int] = []
+        for token in chosen[: self.most_tokens - len(self.tokens)]:
+            if token == NO_TOKEN:
+                break
+            new.append(token)
+            if token in ends and not self.sampling.ignore_eos:
+                break
+        self.tokens += new
+        return new, len(new) < len(chosen) and chosen[len(new)] == NO_TOKEN
+
+    def has_ended(self, ends: frozenset[int]) -> bool:
+        """Whether its last token, which it has written, is the last of all."""
+        ended = self.tokens[-1] in ends and not self.sampling.ignore_eos
+        return ended or len(self.tokens) >= self.most_tokens
+
+    def penalised(self) -> Penalised | None:
+        """What its penalties, biases and guide depend on; None without any."""
         if not self.variant.weighed:
             return None
         allowed = None if self.guide is None else self.guide.compute_bitmask()
-        return Told(self.tokens, self.num_prompt, self.sampling.logit_bias, allowed)
+        return Penalised(self.tokens, self.num_prompt, self.sampling.logit_bias, allowed)
 
     def fields(self) -> np.ndarray:
         """What a batch knows of it, int32 `[len(Field)]`; nothing may be under way."""

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twellctl.decoding.rounds import NOT_KEPT
 from twellctl.decoding.sampler import Field
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the host knows of a row: all its tokens, how many are the prompt's, its biases.
+class Penalised:
+    """What a row's logits depend on: all its tokens, how many are the prompt's, its biases.
 
     `allowed`: as of `Guide.compute_bitmask`, None without a guide.
     """
@@ -52,13 +53,13 @@ class Weights:
         """The same tensors' first rows."""
         return Weights(*(part[:num_rows] for part in vars(self).values()))
 
-    def load(self, told: Rows[Told | None]) -> None:
+    def load(self, rows: Rows[Penalised | None]) -> None:
         """Set the rows anew; None: a row without penalties and biases."""
         for part in vars(self).values():
             part.zero_()
         written: list[tuple[int, int, float]] = []
         prompted, bias = [], []
-        for row, known in enumerate(told):
+        for row, known in enumerate(rows):
             if known is not None:
                 prompted += [(row, token, 1) for token in known.tokens[: known.num_prompt]]
                 written += [(row, token, 1) for token in known.tokens[known.num_prompt :]]
@@ -66,7 +67,8 @@ class Weights:
         _add(self.written, written)
         _add(self.prompted, prompted)
         _add(self.bias, bias)
-        self.allow({r: t.allowed for r, t in enumerate(told) if t is not None and t.allowed})
+        guided = [(row, of) for row, of in enumerate(rows) if of is not None]
+        self.allow({row: of.allowed for row, of in guided if of.allowed})
 
     def allow(self, allowed: Mapping[int, bytes]) -> None:
         """Of some rows: which tokens may be next, as `Guide.compute_bitmask` says it."""
@@ -87,10 +89,32 @@ class Weights:
         logits = logits - frequency * self.written - presence * was_written + self.bias
         return logits.masked_fill(self.barred, -torch.inf)
 
-    def count(self, fields: Tensor) -> None:
-        """Each row has written the token in `fields`."""
-        tokens = fields[Field.TOKEN].long().clamp(min=0)[:, None]  # below 0: NaN, told elsewhere
-        self.written.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.int32))
+    def weighed_all(
+        self, logits: Tensor, tokens: Tensor, positions: Tensor, fields: Tensor
+    ) -> Tensor:
+        """float32 logits `[B, Q, V]` after each of the tokens `[B, Q]` that a round has read.
+
+        Drafts are counted as if they were written, until `count_kept`.
+        """
+        found = []
+        for j in range(tokens.shape[1]):
+            if j > 0:
+                self._count(tokens[:, j], positions[:, j - 1] >= 0)
+            found.append(self.weighed(logits[:, j], fields))
+        return torch.stack(found, 1)
+
+    def count_kept(self, tokens: Tensor, positions: Tensor, chosen: Tensor) -> None:
+        """Each row has written its `chosen` tokens int32 `[B, Q]`, but `NOT_KEPT`; the drafts among
+        the `tokens` it read are not counted any more."""
+        for j in range(tokens.shape[1]):
+            if j > 0:
+                self._count(tokens[:, j], positions[:, j - 1] >= 0, -1)
+            self._count(chosen[:, j], chosen[:, j] != NOT_KEPT)
+
+    def _count(self, tokens: Tensor, which: Tensor, times: int = 1) -> None:
+        """Of `which` rows the token `[B]`; what is below 0 is none."""
+        tokens = tokens.long().clamp(min=0)[:, None]
+        self.written.scatter_add_(1, tokens, times * which.int()[:, None])
 
 
 def _add(where: Tensor, entries: Rows[tuple[int, int, float]]) -> None:
