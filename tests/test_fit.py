@@ -127,13 +127,11 @@ def test_a_fit_of_bf16_weights_holds_states_in_bf16(
 
 def _held_out(source, text_file):
     """The windows that `convert` holds out, made again by the tokenizer alone."""
-    tokenizer, windows, window = AutoTokenizer.from_pretrained(source), [], []
+    tokenizer, windows = AutoTokenizer.from_pretrained(source), []
     for line in text_file.read_text().splitlines():
         ids = tokenizer(json.loads(line)["text"])["input_ids"]
-        window += [tokenizer.eos_token_id, *ids] if window else ids
-        while len(window) >= 32:
-            windows.append(window[:32])
-            window = window[32:] if len(window) >= 64 else []
+        windows += [ids[start : start + 32] for start in range(0, len(ids) - 31, 32)]
+        windows += [ids[-32:]] if len(ids) % 32 else []
         if len(windows) * 32 >= 2048 + 9 * 32:
             break
     blocks = torch.tensor(windows[: 64 + 9])

@@ -5,6 +5,7 @@ blocks: no padding, every token counts.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.utils.data import Dataset
 from twellctl.errors import TwellError
 from twellctl.text.files import PIECE, More
 from twellctl.text.tokens import check_ids, end_of_text, opening_of
+
+WAITING = 64  # texts, for a window to be filled with those that fit
 
 
 def token_stream(
@@ -80,16 +83,39 @@ def windows_from_starts(
 ) -> Iterator[np.ndarray]:
     """Windows `[seq_len]` that begin where texts begin, without the end-of-text id `first`.
 
-    A model reads a text so, and what it computes for the first token is like nothing behind it. The
-    rest of a text behind a window is left out if it makes no window of its own.
+    A model reads a text so, and what it computes for the first token is like nothing after it. No
+    text loses its end. A short text is whole in a window, and others that fit follow it. The room
+    that is left takes the beginning of the next text, which is whole in the next window. A long
+    text is cut into windows; the last one ends where the text ends, and overlaps the one before.
     """
-    window: list[int] = []
-    for tokens in stream:
-        text = tokens.tolist()
-        window += text[1:] if not window and text[0] == first else text
-        while len(window) >= seq_len:
-            yield np.array(window[:seq_len], dtype=np.int32)
-            window = window[seq_len:] if len(window) >= 2 * seq_len else []
+    texts, waiting = iter(stream), list[np.ndarray]()
+    while waiting := waiting + list(islice(texts, WAITING - len(waiting))):
+        text = waiting.pop(0)
+        if text[0] == first:
+            text = text[1:]
+        if len(text) >= seq_len:
+            yield from _cut_up(text, seq_len)
+        elif len(window := _filled(text, waiting, seq_len)) == seq_len:
+            yield window
+
+
+def _cut_up(text: np.ndarray, seq_len: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(text) - seq_len + 1, seq_len):
+        yield text[start : start + seq_len]
+    if len(text) % seq_len:
+        yield text[-seq_len:]
+
+
+def _filled(text: np.ndarray, waiting: list[np.ndarray], seq_len: int) -> np.ndarray:
+    """`text` and those of the `waiting` ones, which it takes, that fill its window best."""
+    parts, room = [text], seq_len - len(text)
+    while fits := [number for number, other in enumerate(waiting) if len(other) <= room]:
+        longest = max(fits, key=lambda number: len(waiting[number]))
+        parts.append(waiting.pop(longest))
+        room -= len(parts[-1])
+    if waiting:
+        parts.append(waiting[0][:room])
+    return np.concatenate(parts)
 
 
 def write_tokens(stream: Iterable[np.ndarray], path: Path, limit: int | None = None) -> None:
