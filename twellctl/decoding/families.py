@@ -10,9 +10,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # in transformers' order of parts: q, k, v, heads turned by halves, o; gate, up, down
-FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "seed_oss", "cwm")
-FAMILIES += ("granite", "gemma", "gemma2", "gemma3_text", "vaultgemma")
-FAMILIES += ("smollm3", "olmo2", "olmo3", "exaone4")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "ministral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "seed_oss",
+    "cwm",
+    "granite",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "vaultgemma",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+)
 
 _LLAMA = "input_layernorm", None, "post_attention_layernorm", None
 _GEMMA = (
@@ -106,7 +122,8 @@ def num_turned(model: PreTrainedModel) -> set[int]:
     """How many columns of a head are turned, in layers where any are."""
     device = next(model.model.rotary_emb.buffers()).device
     like, positions = torch.empty(1, device=device), torch.zeros(1, 1, device=device)
-    kinds = {turned_by(model, layer) for layer in model.model.layers} - {None}
+    found = (turned_by(model, layer) for layer in model.model.layers)
+    kinds = {kind for kind in found if kind is not None}
     return {rotary_of(model, kind)(like, positions)[0].shape[-1] for kind in kinds}
 
 

@@ -59,7 +59,7 @@ def variant_of(sampling: Sampling) -> Variant:
 
 def fields_of(sampling: Sampling, seed: int) -> np.ndarray:
     """What a request says of its row, int32 `[len(Field)]`; where the row stands is 0 yet."""
-    fields = np.zeros(len(Field), np.int32)
+    fields: np.ndarray = np.zeros(len(Field), np.int32)
     floats = {
         Field.TEMPERATURE: _temperature(sampling),
         Field.TOP_P: sampling.top_p,

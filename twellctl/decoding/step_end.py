@@ -57,7 +57,7 @@ class Record:
         densities = tuple(self.shares(record).tolist()) if sampling.densities else None
         if sampling.top_logprobs is None:
             return Token(token, densities=densities)
-        floats = record.view(np.float32)
+        floats: np.ndarray = record.view(np.float32)
         logprob = float(floats[self.logprob])
         if math.isnan(logprob):
             return None

@@ -193,9 +193,10 @@ def padded(
     """Tokens, positions and tables on the host, as `Decoder.run` takes them, of (tokens, position
     of the first, pages)."""
     Q = max(len(tokens) for tokens, _, _ in parts)
-    tokens = np.zeros((len(parts), Q), np.int32)
+    tokens: np.ndarray = np.zeros((len(parts), Q), np.int32)
     positions = np.full_like(tokens, -1)
-    tables = np.zeros((len(parts), max(pages_for(f + len(t)) for t, f, _ in parts)), np.int32)
+    num_pages = max(pages_for(first + len(tokens)) for tokens, first, _ in parts)
+    tables: np.ndarray = np.zeros((len(parts), num_pages), np.int32)
     for row, (new, first, pages) in enumerate(parts):
         tokens[row, Q - len(new) :] = new
         positions[row, Q - len(new) :] = range(first, first + len(new))

@@ -108,7 +108,7 @@ class WholeStep:
         self._weights = last_norm, head, rotary.cos, rotary.sin
         self._scales = scales
         K, D, blocks, device = sizes.K, sizes.D, limits.num_sms, head.device
-        of = screens or [None] * len(layers)
+        of: Sequence[Screen | None] = screens or [None] * len(layers)
         words = [_words_of(*both, num_own) for both in zip(layers, of, strict=True)]
         self._table = torch.tensor(words, device=device)
         # by which blocks hand each other results, and how often they were used
