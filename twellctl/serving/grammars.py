@@ -20,7 +20,7 @@ from twellctl.decoding.engine import Guide, QueueFull
 from twellctl.serving.guides import Grammar, Guides
 from twellctl.serving.preparing import in_daemon_thread
 
-SECONDS = 10  # of a processor
+SECONDS = 5  # of a processor
 BYTES = 256 << 20
 _TRIAL = Path(__file__).with_name("grammar_trial.py")
 
