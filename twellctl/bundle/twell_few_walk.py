@@ -74,31 +74,21 @@ def _columns(kind: str) -> int:
 
 @lru_cache(maxsize=4096)
 def _plan(N: int, K: int, size: int, kind: str) -> FewWalkPlan:
-    warps, ways = _warps_and_ways(K, kind)
+    """Of lists with `cap` places, for K up to _MOST_K."""
+    own, (warps, ways) = _columns(kind), _warps_and_ways(K, kind)
     all_ = spec.FEW_WALK_CHUNKS * 32 * warps * ways >= N // 8  # all gates are looked at in one go
     name = f"few_walk_{size}{'_all' if all_ else ''}"
     cap = round_up(ceil_div(N, size) if all_ else 8 * ceil_div(N // 8, size), 4)
-    return plan_clusters(spec.entry(name, kind), K, size, cap, kind)
-
-
-def plan_clusters(name: str, K: int, size: int, cap: int, kind: str) -> FewWalkPlan:
-    """Of a kernel whose lists have `cap` places, for K up to `most_inputs`."""
-    own, (warps, ways) = _columns(kind), _warps_and_ways(K, kind)
     columns = own * ceil_div(K // own, size)
     parts = 2 * warps * spec.FEW_WALK_QUADS * spec.FEW_WALK_BATCH * 4
     smem_bytes = spec.FEW_WALK_HEAD + 8 * cap + ways * (parts + 4 * size * columns)
-    return FewWalkPlan(name, size, ways, warps, cap, columns, smem_bytes)
+    return FewWalkPlan(spec.entry(name, kind), size, ways, warps, cap, columns, smem_bytes)
 
 
 def _warps_and_ways(K: int, kind: str) -> tuple[int, int]:
     own = _columns(kind)
     warps = 2 * ceil_div(K, 64 * own)  # of a way
     return warps, min(spec.FEW_WALK_WAYS * own // 8, spec.FEW_WALK_BLOCK // (32 * warps))
-
-
-def most_inputs(kind: str) -> int:
-    """The largest K that the threads of a block have."""
-    return _columns(kind) * spec.FEW_WALK_BLOCK
 
 
 def plan_few_walk(
