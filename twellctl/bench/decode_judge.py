@@ -73,7 +73,7 @@ def judge(model: nn.Module, prompts: list[list[int]], tokens: list[list[int]], l
     return Judged(
         rows=len(prompts),
         densities=tuple((shares / len(prompts)).tolist()),
-        unions=tuple(float(fired.float().mean()) for fired in fired_for_some),
+        unions=tuple(float(f.float().mean()) for f in fired_for_some if f is not None),
         shortfall=float(shortfall),
     )
 

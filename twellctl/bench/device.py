@@ -47,7 +47,8 @@ def bench_device(name: str | None) -> torch.device:
 
 def device_facts(device: torch.device) -> dict[str, Any]:
     """Of the JSON: device, the order of the GPUs, and versions of what makes its code."""
-    versions = {"twellctl": __version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"twellctl": __version__}
+    versions["python"] = platform.python_version()
     versions |= {"torch": torch.__version__, "torch_cuda": torch.version.cuda}
     versions |= {name: version for name in LIBRARIES if (version := version_of(name))}
     facts: dict[str, Any] = {"device": device_name(device), "versions": versions}

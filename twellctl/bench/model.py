@@ -47,7 +47,7 @@ def bench_model(
         # whole sequences: the first tokens of each attend to so few that they become alike
         length = ids[max(ids)].shape[1] if subject.checkpoint else settings.seq_len
         counted = subject.windows(max(1, COUNTED_TOKENS // length), length)
-        twell = subject.checkpoint.twell if subject.checkpoint else {"tile": TILE}
+        twell: dict[str, Any] = subject.checkpoint.twell if subject.checkpoint else {"tile": TILE}
         measured = count_layers(body, counted, twell["tile"])
         if subject.checkpoint is None:
             twell["slots"] = [layer.slots for layer in measured]
