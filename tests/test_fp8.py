@@ -174,7 +174,7 @@ def test_another_dtype_leaves_weights_and_scales_alone(dtype):
 def test_gradients_are_refused_and_not_lost():
     layer, x = fp8_layer(), torch.randn(3, 32, requires_grad=True)
     with pytest.raises(
-        RuntimeError, match="rounded layers have no gradients: train the model that"
+        RuntimeError, match="quantised layers have no gradients: train the model that"
     ):
         layer(x)
     with torch.no_grad():

@@ -11,6 +11,7 @@ from history_decoder import HistoryDecoder, expected
 from twellctl.decoding.batch import Batch
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
 from twellctl.decoding.pages import PAGE
+from twellctl.decoding.rounds import NO_TOKEN
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
 
@@ -394,3 +395,13 @@ def test_rows_are_filled_up_to_a_bucket():
     scheduler = scheduler_of(decoder, max_running=6)
     all_of(scheduler, [Sequence([i], Sampling(3 + i, 0)) for i in range(6)])
     assert {call[1] for call in decoder.calls if call[0] == "step"} == {1, 2, 4, 6}
+
+
+def test_what_comes_after_the_end_of_a_sequence_breaks_nothing():
+    """A round may go on behind the last token that is wanted, with whatever numbers."""
+    ended = Sequence([5], Sampling(8, 0))
+    assert ended.take([6, 2, NO_TOKEN], frozenset({2})) == ([6, 2], False)
+    full = Sequence([5], Sampling(2, 0))
+    assert full.take([6, 7, NO_TOKEN], frozenset()) == ([6, 7], False)
+    broken = Sequence([5], Sampling(8, 0))
+    assert broken.take([6, NO_TOKEN, 7], frozenset()) == ([6], True)

@@ -19,16 +19,23 @@ class Rounding(NamedTuple):
     """A kind of weights that are rounded.
 
     `dtype` of the values; `round_weight` gives values and scales of a weight `[N, K]`; `products`
-    as below.
+    as below. `why_no_products` says why a device has no fast ones, by its index, N, K and the dtype
+    of the result in words; None: it has.
     """
 
     dtype: torch.dtype
     round_weight: Callable[[Tensor], tuple[Tensor, Tensor]]
     products: Callable[[Tensor, bool], Callable[[Weight], Tensor]]
+    why_no_products: Callable[[int | None, int, int, str], str | None]
 
 
 ROUNDINGS = {
-    "e4m3": Rounding(twell_e4m3.DTYPE, twell_e4m3.round_weight, twell_e4m3.products),
+    "e4m3": Rounding(
+        twell_e4m3.DTYPE,
+        twell_e4m3.round_weight,
+        twell_e4m3.products,
+        twell_e4m3.why_no_products,
+    ),
 }
 
 
@@ -45,6 +52,14 @@ def products(rows: Tensor, kind: str, round_inputs: bool = True) -> Callable[[We
     if kind in ROUNDINGS:
         return ROUNDINGS[kind].products(rows, round_inputs)
     return lambda weight: F.linear(rows, weight.values, weight.bias)
+
+
+def has_fast_product(x: Tensor, weight: Weight) -> bool:
+    """Whether PyTorch has a product of `x` and `weight` here; else it takes their float32."""
+    if not weight.is_rounded:
+        return True
+    asked = x.device.index, weight.N, weight.K, str(x.dtype)
+    return ROUNDINGS[weight.kind].why_no_products(*asked) is None
 
 
 def linear(x: Tensor, weight: Weight, *, round_inputs: bool = True) -> Tensor:

@@ -2,8 +2,8 @@
 
 `sparse_ffn` takes any input that torch's own products take and gives the same result; `train_ffn`
 is the same for training. What the kernels do not take goes to those products, with one line in the
-log for each reason. The operators are opaque to torch.compile and may be captured in a
-CUDA graph.
+log for each reason. The operators are opaque to torch.compile. A CUDA graph can capture them, but
+for the backward pass of training.
 
 Exports carry copies of this code, which transformers imports under a package of its own for each.
 Copies that are equal share the state of the first one; others have operators of other names.

@@ -32,14 +32,16 @@ def sent_to_host(heavy_count: Tensor) -> Tensor:
     return on_host.copy_(heavy_count, non_blocking=True)
 
 
-def listed_rows(heavy_rows: Tensor, on_host: Tensor) -> Tensor:
-    """The heavy rows in ascending order: the first of `heavy_rows`, as many as `on_host` says.
+def listed_rows(heavy_rows: Tensor, heavy_count: Tensor, on_host: Tensor) -> Tensor:
+    """The heavy rows in ascending order: the first of `heavy_rows`, as many as `heavy_count` says.
 
-    Where the device has not written that number yet, the host waits for it.
+    `on_host` is that number as `sent_to_host` has it. Where the device has not written it yet, the
+    host waits for it.
     """
-    if on_host.item() < 0:
-        torch.cuda.current_stream(heavy_rows.device).synchronize()
-    return heavy_rows[: on_host.item()].sort().values.long()
+    count = int(on_host.item())
+    if count < 0:
+        count = int(heavy_count.item())
+    return heavy_rows[:count].sort().values.long()
 
 
 def heavy_grads(

@@ -100,7 +100,8 @@ def read_as_relu(model: nn.Module, twell: Mapping[str, Any]) -> None:
     """Let the gated FFNs of `model`, in SiLU form, compute what that stands for."""
     for ffn, sharpness in zip(gated_ffns(model), twell["sharpness"], strict=True):
         silu = stays_silu(sharpness)
-        setattr(ffn, activation_name(ffn), PartlySilu(silu) if silu else nn.ReLU())
+        activation = PartlySilu(silu) if silu else nn.ReLU()
+        setattr(ffn, activation_name(ffn), activation.to(ffn.down_proj.weight.device))
 
 
 class TwellFFN:

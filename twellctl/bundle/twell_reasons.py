@@ -101,6 +101,11 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     for weight in ffn.weights:
         if said := _why_not_weight(weight, rows):
             return said
+    turned, values = ffn.turned, ffn.down.values
+    if turned is not None:
+        found, wanted = (turned.shape, turned.dtype, turned.device), values.dtype
+        if found != ((N, K), wanted, rows.device):
+            return "the kernels take W_down by rows of neurons, [N, K], of its dtype and device"
     # of the values of down a copy is made
     as_they_are = (t for w in ffn.weights for t in w.tensors if t is not ffn.down.values)
     return why_they_do_not_lie_well(as_they_are)

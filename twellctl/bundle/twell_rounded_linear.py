@@ -84,7 +84,7 @@ def refuse_gradients(x: Tensor) -> None:
     """`RuntimeError` where a gradient of `x` would be lost without a word."""
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
-            "rounded layers have no gradients: train the model that this one was exported from"
+            "quantised layers have no gradients: train the model that this one was exported from"
         )
 
 

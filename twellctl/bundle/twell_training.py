@@ -129,7 +129,7 @@ class _Backward:
         self.kernels, self.limits = kernels, limits
         self.of_pass, self.plan = plan, plan.plan
         self.x, self.ffn, self.grad_y, self.penalty, self.kept = x, ffn, grad_y, penalty, kept
-        rows = listed_rows(kept.heavy_rows, kept.num_heavy)
+        rows = listed_rows(kept.heavy_rows, kept.heavy_count, kept.num_heavy)
         window = twell_grad_plan.heavy_grad_window(plan.plan.M, ffn.N)
         self.heavy = heavy_grads(x, grad_y, ffn, rows, penalty, window) if len(rows) else None
         self.values = kept.gate_up, self._pair_grads()

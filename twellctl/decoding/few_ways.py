@@ -38,23 +38,28 @@ def linear(
     residual: Tensor | None = None,
     **how: bool,
 ) -> Tensor:
-    """`few_linear` of what it takes, up to OWN_PRODUCTS rows; else PyTorch's product.
+    """`few_linear` of what it takes, where that is the faster (`_by_own`); else PyTorch's product.
 
     PyTorch's product rounds x where the weight is rounded. `few_linear` takes weights that lie by
     rows of K, a multiple of 64.
     """
     taken = weight.values.is_contiguous() and weight.K % 64 == 0
-    if taken and len(x) <= OWN_PRODUCTS:
+    if taken and _by_own(x, weight):
         return few_linear(kernels, limits, x, weight, residual=residual, **how)
     y = twell_dense.linear(x, weight)
     return y if residual is None else residual + y
 
 
+def _by_own(x: Tensor, weight: Weight) -> bool:
+    """Whether our own product of `x` and `weight` is faster than PyTorch's."""
+    return len(x) <= OWN_PRODUCTS or not twell_dense.has_fast_product(x, weight)
+
+
 def _hidden(
     kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, counts: Tensor | None, overlap: bool
 ) -> Tensor:
-    """The dense hidden state `[M, N]`, by `few_gated` up to OWN_PRODUCTS rows."""
-    if len(x) <= OWN_PRODUCTS:
+    """The dense hidden state `[M, N]`, by `few_gated` where that is the faster."""
+    if _by_own(x, ffn.gate):
         return few_gated(kernels, limits, x, ffn, counts=counts, overlap=overlap)
     of_x = twell_dense.products(x, ffn.kind)  # a rounded kind rounds x once for both
     gate, up = of_x(ffn.gate), of_x(ffn.up)

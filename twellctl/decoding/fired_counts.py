@@ -23,7 +23,8 @@ class FiredCounts:
     """
 
     def __init__(self, model: nn.Module, num_hidden_layers: int):
-        ffns, below = gated_ffns(model), torch.tensor([-1.0])
+        ffns, device = gated_ffns(model), next(model.parameters()).device
+        below = torch.tensor([-1.0], device=device)
         is_metered = not any(activation_of(ffn)(below).any() for ffn in ffns)
         self._ffns = ffns if is_metered and len(ffns) <= num_hidden_layers else []
         self.neurons = [1] * len(self._ffns)

@@ -97,7 +97,8 @@ class KernelDecoder:
         self._plain = TorchDecoder(self._model, attention.head_width)
         self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
         self.prefill_chunk, self.shapes = self._plain.prefill_chunk, self._plain.shapes
-        self.neurons: Sequence[int] = self._plain.neurons if sparse else []
+        ffns = gated_ffns(model) if sparse else []
+        self.neurons: Sequence[int] = [weights_of(ffn).N for ffn in ffns]
         self.mapped = self._plain.mapped
         # as profiled, if they were; the dense form does not depend on them
         self._densities = [
@@ -122,6 +123,7 @@ class KernelDecoder:
             self._embeddings = self._model.get_input_embeddings().weight.detach()
             self._last_norm = norm_weight(body.norm)
         reach = min(self.context, (cache.num_pages - 1) * PAGE)
+        self._max_pages = pages_for(reach)
         self._rotary = self._turned_by(reach)
         self._workspace = attention.open_workspace(self._all_plans(reach), self.device)
         self._whole_steps = self._make_whole_steps()
@@ -139,9 +141,16 @@ class KernelDecoder:
             logits, fired = self._plain.run(tokens, positions, tables, last)
             return logits, fired[: len(self.neurons)]
         tokens, positions, tables = (part.to(self.device) for part in (tokens, positions, tables))
+        tables = self._of_a_width(tables)
         forms = partial(self.forms, B * Q)
         logits, counts = self._choice(forms, tokens, positions, _for_each_token(tables, Q))
         return logits.unflatten(0, (B, Q)), counts[: len(self.neurons)].unflatten(1, (B, Q))
+
+    def _of_a_width(self, tables: Tensor) -> Tensor:
+        """`tables` `[B, W]`, filled up to one of `widths`: forms are chosen for those alone."""
+        widths = self.widths(self._max_pages)
+        W = next(width for width in widths if width >= tables.shape[1])
+        return tables if tables.shape[1] == W else F.pad(tables, (0, W - tables.shape[1]))
 
     def chosen(self, rows: int) -> str | None:
         """By which of its forms steps of `rows` rows went last; None: there was none."""
@@ -386,8 +395,10 @@ def _own_copy(model: PreTrainedModel, *, sparse: bool, kind: str) -> PreTrainedM
             down.weight = nn.Parameter(laid, requires_grad=False)
             if sparse:
                 weight.data = laid
-        if sparse and kind != "bf16" and down.turned is None:
-            down.turn()
+        if sparse and kind != "bf16":
+            if given.mlp.down_proj.turned is None:
+                given.mlp.down_proj.turn()
+            down.turned = given.mlp.down_proj.turned
     twell: Mapping[str, Any] | None = getattr(model.config, "twell", None)
     if sparse and twell and not _is_over_twell(copied):
         put_over_twell(copied, twell)

@@ -57,14 +57,15 @@ class Sequence:
         `ends`, as many as it can have. Returns them, and whether the one after them is no number
         (`NO_TOKEN`)."""
         new: list[int] = []
+        is_broken = False
         for token in chosen[: self.most_tokens - len(self.tokens)]:
-            if token == NO_TOKEN:
+            if is_broken := token == NO_TOKEN:
                 break
             new.append(token)
             if token in ends and not self.sampling.ignore_eos:
                 break
         self.tokens += new
-        return new, len(new) < len(chosen) and chosen[len(new)] == NO_TOKEN
+        return new, is_broken
 
     def has_ended(self, ends: frozenset[int]) -> bool:
         """Whether its last token, which it has written, is the last of all."""

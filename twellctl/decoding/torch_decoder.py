@@ -107,9 +107,9 @@ class TorchDecoder:
         ]
         self._model, self._config = model, config
         self._cache_argument = cache_argument(model)
-        self._fired = FiredCounts(model, config.num_hidden_layers)
-        self.neurons: Sequence[int] = [] if consecutive else self._fired.neurons
-        self.mapped = self._fired.mapped
+        self._fired = None if consecutive else FiredCounts(model, config.num_hidden_layers)
+        self.neurons: Sequence[int] = [] if self._fired is None else self._fired.neurons
+        self.mapped = 0 if self._fired is None else self._fired.mapped
 
     def attach(self, cache: PagedCache) -> None:
         cache.check(self.shapes, by_tokens=self.consecutive)
@@ -124,7 +124,7 @@ class TorchDecoder:
     def run(
         self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int = 1
     ) -> tuple[Tensor, Tensor]:
-        if self.consecutive:
+        if self._fired is None:
             return self._run_consecutive(tokens, positions, tables, last)
         B = len(tokens)
         tokens, positions, tables = self._there(tokens, positions.long(), tables.long())

@@ -60,8 +60,10 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
 
 
 def shared_copy(model: ModuleT) -> ModuleT:
-    """A copy of the modules that shares all parameters and buffers."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
+    """A copy of the modules that shares all parameters and buffers, and second layouts of them."""
+    turned = (getattr(module, "turned", None) for module in model.modules())
+    there = (tensor for tensor in turned if tensor is not None)
+    tensors = itertools.chain(model.parameters(), model.buffers(), there)
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 

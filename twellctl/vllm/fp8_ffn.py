@@ -70,8 +70,8 @@ class TwellFp8FFN(TwellFFN):
         """Of gate and up, `[2N, K]`, and of down, `[K, N]`: views of what vLLM holds."""
         gate_up, down = self.gate_up_proj, self.down_proj
         return (
-            Weight("e4m3", gate_up.weight.t(), gate_up.weight_scale, gate_up.bias),
-            Weight("e4m3", down.weight.t(), down.weight_scale, self._b_down),
+            Weight("e4m3", gate_up.weight.t(), gate_up.weight_scale.reshape(-1, 1), gate_up.bias),
+            Weight("e4m3", down.weight.t(), down.weight_scale.reshape(-1, 1), self._b_down),
         )
 
     def why_not_read(self) -> str | None:
