@@ -77,7 +77,7 @@ def forward(kernels: EmulatedKernels) -> None:
     """`up` and `hidden` of several panels."""
     case = of_down.CASES[7]
     of_down.test_up_gives_partial_dot_products(kernels, *case, 1, 1, 2)
-    of_down.test_hidden_fills_the_rounds(kernels, *case[:2], True, 3, (7, 3), 0)
+    of_down.test_hidden_fills_the_rounds(kernels, *case, True, 3, (7, 3), 0)
 
 
 @dataclass(frozen=True)

@@ -64,18 +64,14 @@ __device__ __forceinline__ unsigned multiply(unsigned gate, unsigned up) {
     return bf16_bits(bf16_value(gate) * bf16_value(up));
 }
 
-// What is done with a pair beside; nothing in inference.
-struct Leave {
-    unsigned* kept;  // null
-
-    __device__ __forceinline__ void pair(unsigned, unsigned, unsigned) const {}
-};
-
-struct Keep {
+// What `hidden_kept` keeps of a pair; without KEEP it does nothing.
+template <bool KEEP>
+struct Also {
     unsigned* kept;
 
     __device__ __forceinline__ void pair(unsigned place, unsigned gate, unsigned up) const {
-        __stcg(kept + place, gate | up << 16);  // a plain store spills a register
+        // a plain store spills a register
+        if constexpr (KEEP) __stcg(kept + place, gate | up << 16);
     }
 };
 
@@ -99,10 +95,10 @@ __device__ __forceinline__ void gather_parts(float (&sums)[4], const uint4& link
 }
 
 // h in the place of the record's gates; pads stay what they are.
-template <class Also>
+template <bool KEEP>
 __device__ __forceinline__ uint2 gathered_values(const Sums& from, const uint4& record,
                                                  const uint4& link, int first_column,
-                                                 const Also& also) {
+                                                 const Also<KEEP>& also) {
     float sums[4] = {};
     int range = 0;
     for (; range + 4 <= from.ranges; range += 4)
@@ -125,9 +121,9 @@ __device__ __forceinline__ uint2 gathered_values(const Sums& from, const uint4& 
     return make_uint2(h[0] | h[1] << 16, h[2] | h[3] << 16);
 }
 
-template <class Also>
+template <bool KEEP>
 __device__ __forceinline__ void gather_all(const Sums& from, const Rounds& rounds, int num,
-                                           int num_panels, int panel_rows, const Also& also) {
+                                           int num_panels, int panel_rows, const Also<KEEP>& also) {
     const int lane = threadIdx.x % 32;
     for (int q = blockIdx.x * kWarps + threadIdx.x / 32; q < num; q += gridDim.x * kWarps) {
         const int end = __ldg(rounds.num_rounds + q) * ROUND_RECORDS;
@@ -232,10 +228,11 @@ __device__ __forceinline__ Record load_record(const Rounds& rounds, const Record
 }
 
 // Multiplies what is staged, pairs `first` to `first + num`, into the slots that they have.
-template <class Also>
+template <bool KEEP>
 __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin, int end,
                                                 const unsigned short* staged, unsigned first,
-                                                unsigned num, bool make_masks, const Also& also) {
+                                                unsigned num, bool make_masks,
+                                                const Also<KEEP>& also) {
     const int lane = threadIdx.x % 32;
     RecordCursor cursor(rounds, begin + threadIdx.x / 32, end);
     Record behind = load_record(rounds, cursor, end, lane);
@@ -264,11 +261,11 @@ __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin,
     }
 }
 
-template <class Also>
+template <bool KEEP>
 __device__ __forceinline__ void fill_rounds(const Sums& from, const Rounds& rounds,
                                             const int* pair_start, const unsigned* pairs, int M,
                                             int N, int tile_tokens, int cap, int panel_rows,
-                                            int num_panels, uint4* staged, Also also) {
+                                            int num_panels, uint4* staged, Also<KEEP> also) {
     const int num_groups = (M + GROUP - 1) / GROUP;
     const unsigned room = dynamic_smem_bytes() / 16 * 8;  // pairs
     if (room == 0) {
@@ -294,7 +291,7 @@ __device__ __forceinline__ void fill_rounds(const Sums& from, const Rounds& roun
 
 }  // namespace
 
-#define TWELL_HIDDEN(name, also)                                                                  \
+#define TWELL_HIDDEN(name, keep)                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                     \
         name(const float* partial, long long partial_stride, int Q, const uint4* links,           \
              const int* pair_start, const unsigned* pairs, int M, int N, int tile_tokens, int cap,\
@@ -303,7 +300,7 @@ __device__ __forceinline__ void fill_rounds(const Sums& from, const Rounds& roun
         extern __shared__ uint4 staged[];                                                         \
         const Rounds rounds{num_rounds, records, links, masks, group_rounds};                     \
         fill_rounds({partial, partial_stride, Q, b_up}, rounds, pair_start, pairs, M, N,          \
-                    tile_tokens, cap, panel_rows, num_panels, staged, also{kept});                \
+                    tile_tokens, cap, panel_rows, num_panels, staged, Also<keep>{kept});          \
     }
 
 TWELL_ENTRIES(TWELL_HIDDEN)
