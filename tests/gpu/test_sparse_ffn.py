@@ -358,9 +358,8 @@ def test_other_routes(sources, asked, monkeypatch, tmp_path):
     if asked == "twell" and CAPABILITY != (9, 0):
         pytest.skip("not a Hopper GPU")
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
-    problem = real_problem()
-    check(problem, sources, asked)
-    check(problem, sources, asked)
+    for M in (40, 40, 700):
+        check(real_problem(M), sources, asked)
     assert (tmp_path / "routes.json").exists() == (asked in ("auto", "twell"))
 
 
