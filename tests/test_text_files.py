@@ -71,6 +71,14 @@ def test_a_file_that_is_one_array(tmp_path, content):
             list(read_texts([str(tmp_path / "a.json")], "text"))
 
 
+def write_table(path, table):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+        return
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+
+
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 PARTS = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
 WRITTEN = "<|user|>hi\n<|assistant|>ho\n"
@@ -106,11 +114,11 @@ WRITTEN = "<|user|>hi\n<|assistant|>ho\n"
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "json"])
 def test_rows_as_the_hub_has_them(tokenizer, tmp_path, row, text, kind):
-    path, table = tmp_path / f"a.{kind}", pyarrow.Table.from_pylist([row, row])
-    if kind == "parquet":
-        pyarrow.parquet.write_table(table, path)
+    path = tmp_path / f"a.{kind}"
+    if kind in ("parquet", "arrow"):
+        write_table(path, pyarrow.Table.from_pylist([row, row]))
     else:
         path.write_text(json.dumps([row, row]) if kind == "json" else json.dumps(row) + "\n" * 2)
     assert set(read_texts([str(path)], "text", tokenizer)) == {text}
@@ -140,16 +148,44 @@ PROMPT, S = [CHAT[0]], [{"role": "system", "content": "S"}]
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "json"])
 def test_prompts_as_the_hub_has_them(tmp_path, row, messages, kind):
     path = tmp_path / f"a.{kind}"
-    if kind == "parquet" and isinstance(row, dict):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), path)
-    else:
-        path = path.with_suffix(".json" if kind == "parquet" else path.suffix)
-        lines = json.dumps([row, row]) if path.suffix == ".json" else (json.dumps(row) + "\n") * 2
-        path.write_text(lines)
+    if kind in ("parquet", "arrow"):
+        if isinstance(row, dict):  # else there are no columns
+            write_table(path, pyarrow.Table.from_pylist([row, row]))
+            assert read_prompts(path) == [messages] * 2
+        return
+    path.write_text(json.dumps([row, row]) if kind == "json" else (json.dumps(row) + "\n") * 2)
     assert read_prompts(path) == [messages] * 2
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_table_that_cannot_be_read(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    write_table(path, pyarrow.table({"text": [f"text {number:03}" for number in range(1000)]}))
+    assert files.num_table_rows(path) == 1000
+    size = path.stat().st_size
+    assert reading.estimated_text_bytes([str(path)], "text") == 8000
+    for content in (path.read_bytes()[: size // 2], b"", b"ARROW1 PAR1"):
+        path.write_bytes(content)
+        with pytest.raises(TwellError, match=rf"a\{suffix} is not a readable (parquet|Arrow) file"):
+            list(read_texts([str(path)], "text"))
+
+
+def test_a_data_set_that_was_saved_to_disk(tmp_path):
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / name).write_text('{"split": null}')
+    for number in range(2):
+        table = pyarrow.table({"text": [f"text {number}"] * 70, "id": list(range(70))})
+        write_table(tmp_path / f"data-0000{number}-of-00002.arrow", table)
+    assert list(read_texts([str(tmp_path)], "text")) == ["text 0"] * 70 + ["text 1"] * 70
+
+
+def test_a_table_without_prompts(tmp_path):
+    write_table(tmp_path / "a.arrow", pyarrow.table({"id": [1]}))
+    with pytest.raises(TwellError, match="has no column of prompts, only id: rename one"):
+        read_prompts(tmp_path / "a.arrow")
 
 
 def test_rows_without_a_prompt_are_left_out_and_counted(tmp_path, caplog):

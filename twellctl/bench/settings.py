@@ -26,7 +26,8 @@ class AnyModel:
         None, "A ReLU model folder, such as an export. Requires --data.", flag="MODEL"
     )
     data: tuple[str, ...] = setting(
-        (), "Text for MODEL: jsonl, JSON, txt or parquet files, or folders of them. Repeatable."
+        (),
+        "Text for MODEL: jsonl, JSON, txt, parquet or Arrow files, or folders of them. Repeatable.",
     )
     text_column: str = setting("text", "The column that holds the text.")
     config: str | None = setting(

@@ -19,7 +19,7 @@ Prompts = Annotated[
     Path,
     typer.Option(
         metavar="FILE",
-        help="Prompts to answer: a jsonl, JSON or parquet file with prompt, instruction or "
+        help="Prompts to answer: a jsonl, JSON, parquet or Arrow file with prompt, instruction or "
         "question, or with messages.",
     ),
 ]

@@ -19,7 +19,7 @@ class Reading:
 
     data: list[str] = setting(
         [],
-        "Text: a jsonl, JSON, txt or parquet file, compressed or not, or a folder of them. "
+        "Text: a jsonl, JSON, txt, parquet or Arrow file, compressed or not, or a folder of them. "
         "Repeatable: each is one kind of text, called NAME or like the file; equal names are one "
         "kind.",
         metavar="[NAME=]FILE",

@@ -13,8 +13,8 @@ class Fit:
 
     data: list[str] = setting(
         [],
-        "Text to fit on: a jsonl, JSON, txt or parquet file, compressed or not, or a folder of "
-        "them. Repeatable. The model's own answers work best (twellctl write). Without it, only "
+        "Text to fit on: a jsonl, JSON, txt, parquet or Arrow file, compressed or not, or a folder "
+        "of them. Repeatable. The model's own answers work best (twellctl write). Without it, only "
         "the activation is swapped, and no weight changes.",
         group="Fitting",
     )

@@ -4,8 +4,9 @@ What cannot be read ends in a `TwellError` that names file and line.
 """
 
 import codecs
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +17,8 @@ from twellctl.files.strict_json import parse_json
 from twellctl.text.rows import COLUMNS, some
 
 PACKED = (".gz", ".bz2", ".zst", ".xz")
-SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
+TABLES = (".parquet", ".arrow")  # which are not packed once more
+SUFFIXES = (".jsonl", ".json", ".txt", *TABLES)
 # what data sets and models have that is no text of theirs
 _NO_TEXT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 _NO_TEXT |= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -24,7 +26,7 @@ _NO_TEXT |= {"special_tokens_map.json", "vocab.json", "package.json", "requireme
 PIECE = 1 << 20  # characters of a text at a time
 _READ_BYTES = 1 << 16  # of a file at a time
 _LONGEST_ROW = 64 << 20  # bytes
-_ROWS_AT_ONCE = 64  # of a parquet file: each may be large, however small the file is
+_ROWS_AT_ONCE = 64  # of a table: each may be large, however small the file is
 
 
 class More(str):
@@ -37,7 +39,7 @@ def kind_of(path: Path) -> str:
     """The suffix that says what a file holds, also of one that is packed; "" for what is none."""
     inner = path.with_suffix("") if path.suffix in PACKED else path
     suffix = inner.suffix
-    return "" if path.suffix in PACKED and suffix == ".parquet" else suffix
+    return "" if path.suffix in PACKED and suffix in TABLES else suffix
 
 
 def text_files(paths: list[str]) -> list[Path]:
@@ -113,12 +115,12 @@ def line_end(text: str, most: int) -> int:
 
 
 def read_rows(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
-    """(where it stands, the row) of each row of a jsonl, JSON or parquet file."""
+    """(where it stands, the row) of each row of a jsonl, JSON, parquet or Arrow file."""
     kind = kind_of(path)
     if path.exists() and not path.is_file():
         raise TwellError(f"{path} is not a regular file: write its rows to one")
-    if kind == ".parquet":
-        yield from _read_parquet(path, text_column)
+    if kind in TABLES:
+        yield from _read_table(path, text_column)
         return
     if kind == ".json" and _begins_array(path):
         yield from _read_array(path)
@@ -167,13 +169,14 @@ def _read_array(path: Path) -> Iterator[tuple[str, Any]]:
     yield from ((f"{path}, entry {number}", row) for number, row in enumerate(rows))
 
 
-def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
+def num_table_rows(path: Path) -> int:
+    """How many rows a parquet or Arrow file has."""
+    with _table_errors(path), _opened_table(path) as (_, batches):
+        return sum(batch.num_rows for batch in batches([]))
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        names = file.schema_arrow.names
+
+def _read_table(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
+    with _table_errors(path), _opened_table(path) as (names, batches):
         wanted = [text_column] if text_column in names else [n for n in COLUMNS if n in names]
         if not wanted and not text_column:
             raise TwellError(f"{path} has no column of prompts, only {some(names)}: rename one")
@@ -181,12 +184,45 @@ def _read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
             raise TwellError(
                 f"{path} has no column {text_column!r}, only {some(names)}: see --text-column"
             )
-        batches = file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=wanted)
-        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches(wanted))
         for number, row in enumerate(rows):
             yield f"{path}, row {number}", row
+
+
+@contextlib.contextmanager
+def _table_errors(path: Path) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise TwellError(f"{path} is not a readable parquet file: {reason(error)}") from error
+        kind = "parquet" if kind_of(path) == ".parquet" else "Arrow"
+        raise TwellError(f"{path} is not a readable {kind} file: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _opened_table(path: Path) -> Iterator[tuple[list[str], Callable[[list[str]], Iterator[Any]]]]:
+    """(names of the columns, what gives some columns of all rows, a few rows at a time)."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if kind_of(path) == ".parquet":
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield (
+                file.schema_arrow.names,
+                lambda wanted: file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=wanted),
+            )
+        return
+    with pyarrow.memory_map(str(path)) as stored, pyarrow.ipc.open_stream(stored) as stream:
+        yield stream.schema.names, lambda wanted: _batches(stream, wanted)
+
+
+def _batches(stream: Any, wanted: list[str]) -> Iterator[Any]:
+    """Of an Arrow file as the datasets library saves one."""
+    for batch in stream:
+        chosen = batch.select(wanted)
+        for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+            yield chosen.slice(start, _ROWS_AT_ONCE)
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

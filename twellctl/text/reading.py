@@ -11,10 +11,12 @@ from twellctl.files.home import from_home
 from twellctl.text.files import (
     PACKED,
     PIECE,
+    TABLES,
     More,
     kind_of,
     line_end,
     lines_of,
+    num_table_rows,
     read_rows,
     read_txt,
     text_files,
@@ -47,15 +49,15 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
 
 
 def read_prompts(path: str | Path) -> list[list[Message]]:
-    """The messages up to a user's of each row of a jsonl, JSON or parquet file (`row_prompt`).
+    """The messages up to a user's of each row of a file (`row_prompt`).
 
-    Rows without any are left out, and counted in the log. `TwellError` names file and line of what
-    is wrong.
+    The file is jsonl, JSON, parquet or Arrow. Rows without any are left out, and counted in the
+    log. `TwellError` names file and line of what is wrong.
     """
     path = from_home(path)
-    if kind_of(path) not in (".jsonl", ".json", ".parquet"):
+    if kind_of(path) not in (".jsonl", ".json", *TABLES):
         raise UsageError(
-            f"{path} is not a jsonl, JSON or parquet file: give one with prompts as rows"
+            f"{path} is not a jsonl, JSON, parquet or Arrow file: give one with prompts as rows"
         )
     found = list(_held(path, read_rows(path, ""), row_prompt, "prompt"))
     if not found:
@@ -117,12 +119,9 @@ def _text_bytes(path: Path, text_column: str, tokenizer: Any) -> float:
     size = path.stat().st_size * (_PACKED if path.suffix in PACKED else 1)
     if kind == ".txt":
         return size
-    if kind == ".parquet":
-        import pyarrow.parquet
-
+    if kind in TABLES:
         first = list(islice(_texts(path, text_column, tokenizer), _FIRST_ROWS))
-        num_rows = pyarrow.parquet.read_metadata(path).num_rows
-        return num_rows * _utf8(first) / len(first) if first else 0
+        return num_table_rows(path) * _utf8(first) / len(first) if first else 0
     lines = [line for line in islice(lines_of(path), _FIRST_ROWS) if line.strip()]
     if not (read := sum(map(len, lines))):
         return 0

@@ -28,7 +28,7 @@ class Recipe:
 
     data: list[str] = setting(
         [],
-        "Text: a jsonl, JSON, txt or parquet file, compressed or not, or a folder of them. "
+        "Text: a jsonl, JSON, txt, parquet or Arrow file, compressed or not, or a folder of them. "
         "Repeatable: each contributes equally many tokens until it runs out.",
         group="Text",
     )
