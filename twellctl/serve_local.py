@@ -108,13 +108,13 @@ def load_served_model(
 ) -> ServedModel:
     """Weights and tokenizer loaded, the worker started; `how`: what `open_engine` takes."""
     # torch takes seconds to import: errors about the model and the port come before it
-    from twellctl.decoding.opening import open_engine, told_of_decoder
+    from twellctl.decoding.opening import describe_decoder, open_engine
     from twellctl.models.loading import describe_place, load_model, load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint, chat_template)
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read
     model = load_model(checkpoint)
-    about = {"device": describe_place(model), "engine": told_of_decoder(model)}
+    about = {"device": describe_place(model), "engine": describe_decoder(model)}
     engine = open_engine(model, [tokenizer.eos_token_id], **how)
     if engine.screens:
         about["gates"] = str(engine.screens)

@@ -1,12 +1,12 @@
-// attend: attention of new tokens over a cache in pages: rotary of q and k, the new k and v into the
-// cache, softmax(q K^T scale) V. Each of B rows is one new token.
+// attend: attention of new tokens over a cache in pages: rotary of q and k, the new k and v into
+// the cache, softmax(q K^T scale) V. Each of B rows is one new token.
 //
 //   qkv           [B, (H + 2 Hkv) columns] bf16: the heads of q, then of k, then of v; an even
-//                 number of columns up to DIM, behind which all that is DIM wide has zeros
+//                 number of columns up to DIM; all that is DIM wide has zeros in the others
 //   positions     int32 [B]: where the new token stands. With `new_is_cached` a row below 0 is no
 //                 token: it attends to itself, and nobody uses its result
-//   cos, sin      [positions, DIM] bf16; 1 and 0 behind the first 2 `half` columns, which alone
-//                 are turned
+//   cos, sin      [positions, DIM] bf16; the first 2 `half` columns are turned, the others have 1
+//                 and 0
 //   tables        int32 [B, width], rows `table_stride` apart; position p of row b lies in page
 //                 tables[b, p / 64]
 //   keys, values  [pages, Hkv, 64, DIM] bf16; keys as rotated
@@ -27,7 +27,7 @@
 // warp takes a batch, 8 times the positions that it holds side by side, and has all its keys and
 // values under way at once, those of the first batch before the previous kernel has ended. Of the 8
 // dot products that a lane has parts of, it ends with one whole: it takes that exponential and
-// hands it round for the sums of values, of which a lane has 8 columns. Warps, and after them
+// hands it round for the sums of values; a lane has 8 columns of those. Warps, and after them
 // splits, keep (largest score, sum of exponentials, sums of values) and are put together at the
 // end.
 //
@@ -112,7 +112,7 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
     const Heads heads = heads_of_block(job, HEADS);
     const Shared<DIM, HEADS> shared(memory, num_warps);
 
-    // where to read: the page is a guess, looked up beside the position
+    // where to read: the page is a guess, looked up at the same time as the position
     const int* table = job.tables + static_cast<long long>(blockIdx.y) * job.table_stride;
     const int before = blockIdx.z * num_warps;
     const int guess = (before + warp) * S::BATCH / kPage;

@@ -1,4 +1,5 @@
-// The softmax of `attend`, batch by batch in a warp, and how parts are put together. See attend.cuh.
+// The softmax of `attend`, batch by batch in a warp, and how parts are put together. See
+// attend.cuh.
 #pragma once
 #include "decode/attend_job.cuh"
 #include "ptx/arithmetic.cuh"

@@ -49,7 +49,7 @@ __device__ __forceinline__ NewHead begin_new_head(const Job& job, const Heads& h
     return made;
 }
 
-// Columns first .. first + 8 of a head of qkv, 0 behind its last one. Heads of no multiple of eight
+// Columns first .. first + 8 of a head of qkv, 0 after its last one. Heads of no multiple of eight
 // do not begin at 16 bytes.
 __device__ __forceinline__ uint4 load_eight(const unsigned short* head, int first, int columns) {
     uint4 eight = make_uint4(0, 0, 0, 0);

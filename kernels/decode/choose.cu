@@ -1,17 +1,19 @@
-// choose: the end of a round. A row has read Q tokens, its next input and drafts of what follows. For
-// each of them a token is chosen; those are kept that come after drafts which were chosen, too. The
-// last one kept becomes the row's next input. And the records of all that, for the host.
+// choose: the end of a round. A row has read Q tokens: its next input, and drafts of what follows.
+// After each of them a token is chosen. The first one is kept, and each further one if the draft
+// that it follows was chosen, too. The last one kept becomes the row's next input. The host gets
+// records of all that.
 //
 //   logits     float32 [B, Q, V]
-//   fields     int32, one line for each of Field in sampler.py, `fields_stride` apart, a row a column
+//   fields     int32, one line for each of Field in sampler.py, `fields_stride` apart; a row is a
+//              column
 //   tokens     int32 [B, Q]: what the row has read; null if Q is 1
-//   positions  int32 [B, Q]: where they stand, below 0 for no token, which comes before all others of
-//              its row; null if Q is 1
+//   positions  int32 [B, Q]: where they stand. Below 0 there is no token: such places come before
+//              all others of their row. Null if Q is 1
 //   fired      int32 [L, B, Q], or null: how many neurons fired in each layer
 //   record     int32 [2, B, Q, .], rows `record_stride`, tokens `token_stride` and halves
-//              `slot_stride` apart: the token, then what fired. May be the host's memory. By turns
-//              the first half and the second. In the place of the token -1 where the best is NaN
-//              (the row goes on), and -2 where it is not kept.
+//              `slot_stride` apart: the token, then what fired. May be the host's memory. The first
+//              half and the second are written by turns. In the place of the token -1 where the
+//              best is NaN (the row goes on), and -2 where it is not kept.
 //
 // A row of temperature 0 takes the largest logit, others the largest of logit / temperature +
 // noise, and of several the first; NaN is the largest of all, as it is to torch. The noise is that
@@ -82,8 +84,8 @@ struct Best {
     }
 };
 
-// Logits at .. at + 4 of those of a row; anything for what lies behind. Rows of no multiple of four
-// do not begin at 16 bytes.
+// Logits at .. at + 4 of those of a token; anything for those after the last. Where V is no
+// multiple of four, they do not begin at 16 bytes.
 __device__ __forceinline__ uint4 load_four(const float* logits, int at, int V) {
     uint4 four = make_uint4(0, 0, 0, 0);
     load_written_if(V % 4 == 0 && at < V, logits + at, four);

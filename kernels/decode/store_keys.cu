@@ -1,11 +1,11 @@
-// store_keys: k and v of new tokens into the cache, for `attend` with several tokens of a sequence in
-// one launch. What is stored has the bits that `attend` stores itself.
+// store_keys: k and v of new tokens into the cache, for `attend` with several tokens of a sequence
+// in one launch. What is stored has the bits that `attend` stores itself.
 //
-// All parameters are those of `attend` (attend.cuh), but `width`: the columns DIM of the cache. A row
-// whose position is below 0 stores nothing.
+// All parameters are those of `attend` (attend.cuh), but `width`: the columns DIM of the cache. A
+// row whose position is below 0 stores nothing.
 //
-// Launch: a warp a block, grid (Hkv, B), dynamic shared memory 5 DIM 4 bytes: as `Shared` has it, q, k
-// and v, and three heads that `rotate` turns.
+// Launch: a warp a block, grid (Hkv, B), dynamic shared memory 5 DIM 4 bytes: as `Shared` has it,
+// q, k and v, and three heads that `rotate` turns.
 #include "spec.cuh"
 #include "decode/attend_job.cuh"
 #include "decode/attend_token.cuh"

@@ -119,7 +119,7 @@ def test_a_form_that_does_not_fit_into_memory_is_not_taken(tiny, timed, kernels,
     assert not (tmp_path / "routes.json").exists()  # there may be more memory another time
 
 
-def test_what_is_measured_is_told(tiny, timed, kernels, caplog):
+def test_what_is_measured_is_logged(tiny, timed, kernels, caplog):
     with caplog.at_level("INFO", logger=step_forms.__name__):
         way_of_step(open_decoder(tiny), kernels)
         way_of_step(open_decoder(tiny), kernels)

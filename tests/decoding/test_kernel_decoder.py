@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from twellctl.decoding import kernel_fit as module
 from twellctl.decoding.attention import MOST_QUERIES, plan_attend
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.kernel_decoder import KernelDecoder, _put_rows_behind
-from twellctl.decoding.opening import SLOW, open_scheduler, told_of_decoder
+from twellctl.decoding.kernel_decoder import KernelDecoder, _pad_rows
+from twellctl.decoding.opening import SLOW, describe_decoder, open_scheduler
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import PAGE
 from twellctl.models.quantised import round_model
@@ -151,10 +151,10 @@ def test_there_is_room_for_the_parts_of_any_number_of_rows(tiny, heads):
 def test_a_head_gets_rows_behind_it_once(tiny):
     head = tiny(vocab_size=515, tie_word_embeddings=True).lm_head.weight
     before = head.detach().clone()
-    _put_rows_behind(head)
+    _pad_rows(head)
     place = head.data_ptr()
     assert head.untyped_storage().nbytes() == 516 * 32 * 4
-    _put_rows_behind(head)
+    _pad_rows(head)
     assert torch.equal(head, before)
     assert head.data_ptr() == place
 
@@ -241,10 +241,10 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
 
-def test_what_is_slow_is_told(tiny, as_on_a_gpu):
+def test_what_is_slow_is_described(tiny, as_on_a_gpu):
     slow = f"transformers' own code{SLOW} (the decode kernels take"
-    assert told_of_decoder(tiny(**SIZES)) == f"{slow} bf16, not float32)"
-    assert told_of_decoder(tiny(**SIZES).bfloat16()) == "twellctl's kernels"
+    assert describe_decoder(tiny(**SIZES)) == f"{slow} bf16, not float32)"
+    assert describe_decoder(tiny(**SIZES).bfloat16()) == "twellctl's kernels"
 
 
 def test_what_it_takes_is_compiled_before_the_first_request(tiny, as_on_a_gpu, kernels):

@@ -6,7 +6,7 @@ from greedy import run_all
 
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.lone_decoder import LoneDecoder
-from twellctl.decoding.opening import open_scheduler, told_of_decoder
+from twellctl.decoding.opening import describe_decoder, open_scheduler
 from twellctl.decoding.paged_cache import PagedCache, page_bytes
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.errors import TwellError
@@ -30,7 +30,7 @@ def test_greedy_tokens_are_those_of_generate(tiny, generated, prompts, family, c
     alone = "one sequence at a time (FalconH1ForCausalLM keeps more than keys and values of "
     alone = f"transformers' own code, {alone}attention)"
     told = "transformers' own code (the decode kernels need an NVIDIA GPU)"
-    assert told_of_decoder(model) == (told if kind is TorchDecoder else alone)
+    assert describe_decoder(model) == (told if kind is TorchDecoder else alone)
     assert greedy(scheduler, prompts, 18) == known  # side by side, some joining later
     assert greedy(scheduler, prompts[:1], 18) == known[:1]
     said = [record.getMessage() for record in caplog.records if "decoding" in record.name]
@@ -214,7 +214,7 @@ def test_widths_are_few_and_enough(tiny):
         ("llama", {"attention_chunk_size": 64}, "attends in chunks"),
     ],
 )
-def test_what_it_cannot_drive_is_told(tiny, family, changes, said):
+def test_what_it_cannot_drive_is_said(tiny, family, changes, said):
     assert said in TorchDecoder.why_not(tiny(family, **changes))
 
 

@@ -99,7 +99,7 @@ def _heads_of_block(sharing: int) -> int:
 
 
 def head_width(D: int) -> int:
-    """Columns that the kernel has of heads of D, in the cache too: zeros behind D."""
+    """Columns that the kernel has for heads of D, in the cache too; those from D on are zeros."""
     return next(width for width in spec.HEAD_DIMS if width >= D)
 
 
@@ -109,7 +109,7 @@ def batch_positions(D: int) -> int:
 
 
 def _side_by_side(D: int) -> int:
-    """Positions that a warp of `attend` holds, of which each lane has 16 bytes."""
+    """Positions that a warp of `attend` holds, 16 bytes of one in each lane."""
     return 4 if D <= 64 else 2 if D <= 128 else 1
 
 
@@ -270,9 +270,9 @@ def _store_keys(
 
 @dataclass(frozen=True)
 class Rotary:
-    """By what positions turn heads: cos and sin `[positions, head_width(D)]`, bf16.
+    """The angles by which positions turn heads: cos and sin `[positions, head_width(D)]`, bf16.
 
-    The first `turned` columns of a head are; behind them cos is 1 and sin 0.
+    The first `turned` columns of a head are turned; for the others cos is 1 and sin 0.
     """
 
     cos: Tensor
@@ -281,7 +281,7 @@ class Rotary:
 
     @classmethod
     def none(cls, num_positions: int, D: int, device: torch.device) -> "Rotary":
-        """Of heads that their positions do not turn."""
+        """For heads that their positions do not turn."""
         ones = torch.ones(num_positions, head_width(D), dtype=torch.bfloat16, device=device)
         return cls(ones, torch.zeros_like(ones), D)
 

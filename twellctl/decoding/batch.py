@@ -23,7 +23,7 @@ from twellctl.decoding.weighing import Penalised, Weights
 
 logger = logging.getLogger(__name__)
 _WARM_UPS = 2
-_IN_FLIGHT = 2  # of so many a kernel can write the records to the host's memory
+_IN_FLIGHT = 2  # rounds whose records a kernel can write to the host's memory
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -125,7 +125,7 @@ class Batch:
         self._grown.append(row)
 
     def launch(self, num_pages: int, variant: Variant, *, drafts: bool = True) -> Round:
-        """Start a round of all rows, none of which has more than `num_pages` pages.
+        """Start a round of all rows; none of them has more than `num_pages` pages.
 
         Without `drafts` each row reads one token and keeps one.
         """

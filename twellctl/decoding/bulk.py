@@ -139,9 +139,10 @@ class Bulk:
                 raise
             except Exception as error:  # of the device
                 failure = failure_of(error)
+                reason = str(failure)
                 if isinstance(failure, OutOfMemory):
-                    failure = "out of memory: lower --batch-size or --max-tokens"
-                raise TwellError(str(failure)) from error
+                    reason = "out of memory: lower --batch-size or --max-tokens"
+                raise TwellError(reason) from error
             yield from ended
 
     @torch.inference_mode()
@@ -199,7 +200,7 @@ class Bulk:
         self._decoder.run(*padded(parts), last=0)
 
     def _put(self, entered: dict[int, Sequence]) -> None:
-        nobody = np.zeros(len(Field), np.int32)
+        nobody: np.ndarray = np.zeros(len(Field), np.int32)
         changed: dict[int, tuple[np.ndarray, list[int]]] = {row: (nobody, []) for row in self._left}
         changed |= {row: (s.fields(), s.pages) for row, s in entered.items()}
         self._left.clear()

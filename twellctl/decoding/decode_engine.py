@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Client:
-    """The way back to who asked."""
+    """Where the events of one generation go."""
 
     loop: asyncio.AbstractEventLoop
     events: asyncio.Queue[Token | EngineError | None]
@@ -105,8 +105,8 @@ class DecodeEngine:
             except Exception as error:  # of the device, outside of any one generation
                 logger.exception("the engine failed")
                 events = self._scheduler.fail_all(failure_of(error))
-            self._tell(events)
-        self._tell(self._scheduler.fail_all(EngineClosed("the server is stopping")))
+            self._send(events)
+        self._send(self._scheduler.fail_all(EngineClosed("the server is stopping")))
 
     def _take_in(self) -> bool:
         """Wait for something to do, and hand it to the scheduler; False: stop."""
@@ -119,7 +119,7 @@ class DecodeEngine:
                 self._scheduler.cancel(self._left.popleft())
             return not self._closed
 
-    def _tell(self, events: list[Event]) -> None:
+    def _send(self, events: list[Event]) -> None:
         """Wake each event loop once."""
         by_loop: dict[asyncio.AbstractEventLoop, list[Event]] = {}
         for event in events:

@@ -23,11 +23,19 @@ class Decoder(Protocol):
     # of each of the L gated FFNs whose firing is reported; right from the first logits on
     neurons: Sequence[int]
     mapped: int  # of each, the last ones: they always fire, and reports leave them out
-    kernels: KernelSet | None  # with `choose`, by which a step may end; None: torch ends it
     shapes: Sequence[LayerShape]  # what each layer caches; empty: there is no cache in pages
-    max_rows: int | None  # of a pass with one token a row; None: any number
     prefill_chunk: int  # tokens that a pass over prompts has at most, with those that fill up
     capturable: bool  # whether a pass with few tokens may be captured in a CUDA graph
+
+    @property
+    def kernels(self) -> KernelSet | None:
+        """Those with `choose`, which ends a round; None: torch ends it."""
+        ...
+
+    @property
+    def max_rows(self) -> int | None:
+        """Of a pass with one token a row; None: any number."""
+        ...
 
     def attach(self, cache: PagedCache) -> None:
         """Use `cache` from now on; called once, before `run`. Others may use it too.

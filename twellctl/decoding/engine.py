@@ -24,16 +24,16 @@ class Guide(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are chosen, at most how many, and what is told of each."""
+    """How the next tokens are chosen, at most how many, and what each comes with."""
 
     max_tokens: int
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     seed: int | None = None  # None: another draw each time
-    top_logprobs: int | None = None  # None: no log-probabilities; 0 to 20: how many others beside
-    densities: bool = False  # tell which share of each layer's neurons fired
-    ignore_eos: bool = False  # go on behind a token that ends a text
+    top_logprobs: int | None = None  # None: no log-probabilities; 0 to 20: of how many others
+    densities: bool = False  # with the share of each layer's neurons that fired
+    ignore_eos: bool = False  # go on after a token that ends a text
     min_p: float = 0.0  # tokens of less than so much of the likeliest one's share are not drawn
     repetition_penalty: float = 1.0  # divides logits of tokens that were there, the prompt's too
     frequency_penalty: float = 0.0  # taken off a token's logit as often as it was written

@@ -32,8 +32,10 @@ FAMILIES = (
 
 _LLAMA = "input_layernorm", None, "post_attention_layernorm", None
 _GEMMA = (
-    *("input_layernorm", "post_attention_layernorm"),
-    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
 )
 _OLMO = None, "post_attention_layernorm", None, "post_feedforward_layernorm"
 _VAULT = "input_layernorm", None, "pre_feedforward_layernorm", None
@@ -41,12 +43,13 @@ _VAULT = "input_layernorm", None, "pre_feedforward_layernorm", None
 
 @dataclass(frozen=True)
 class Norms:
-    """Of a layer, as weights that are multiplied with: before and behind attention and FFN."""
+    """The norms of a layer, as weights that are multiplied with: before and after attention and
+    FFN; None where there is none."""
 
     attention: Tensor | None
-    behind_attention: Tensor | None
+    after_attention: Tensor | None
     ffn: Tensor | None
-    behind_ffn: Tensor | None
+    after_ffn: Tensor | None
 
 
 def norms_of(layer: nn.Module) -> Norms | None:
@@ -68,7 +71,7 @@ def norm_weight(norm: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class Scales:
-    """Numbers that a model multiplies by, or by which it caps."""
+    """Numbers that a model multiplies by, and those that cap what it computes."""
 
     eps: float  # of norms
     embeddings: float = 1.0
@@ -86,8 +89,12 @@ class Scales:
 
 
 def scales_of(model: PreTrainedModel) -> Scales:
-    """Granite adds what its blocks compute times a number to the residual stream. The stream over
-    that number needs none, and a norm sees no other: but for eps, over its square."""
+    """The numbers of `model`.
+
+    Granite multiplies what its blocks compute by a number before it adds that to the residual
+    stream. Here the stream is divided by this number instead: then blocks need no factor, and norms
+    give the same if eps is divided by its square.
+    """
     config = model.config
     residual = getattr(config, "residual_multiplier", 1.0)
     embeddings = getattr(config, "embedding_multiplier", 1.0)
@@ -122,9 +129,9 @@ def num_turned(model: PreTrainedModel) -> set[int]:
     """How many columns of a head are turned, in layers where any are."""
     device = next(model.model.rotary_emb.buffers()).device
     like, positions = torch.empty(1, device=device), torch.zeros(1, 1, device=device)
-    found = (turned_by(model, layer) for layer in model.model.layers)
-    kinds = {kind for kind in found if kind is not None}
-    return {rotary_of(model, kind)(like, positions)[0].shape[-1] for kind in kinds}
+    kinds = {turned_by(model, layer) for layer in model.model.layers}
+    rotaries = [rotary_of(model, kind) for kind in kinds if kind is not None]
+    return {rotary(like, positions)[0].shape[-1] for rotary in rotaries}
 
 
 def rotary_of(model: PreTrainedModel, kind: str) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:

@@ -8,23 +8,24 @@ A step is a chain of launches, each of which may start before the one in front h
     rms_norm -> the FFN for few tokens (twell_few.py), onto x
 
 and rms_norm -> few_linear (the head). Where what a block adds is normalised, too, add_norm takes
-the place of rms_norm. `choose` (step_end.py) follows them. With more than 32 rows
-PyTorch's products take the place of the attention's few_linear and of dense FFNs (few_ways.py).
-Over rounded weights they round their inputs, too, which stay bf16 with fewer rows.
+the place of rms_norm. `choose` (step_end.py) follows. A pass over a few tokens of each row is the
+same chain with more rows; store_keys (attention.py) then comes before attend. With more than 32
+rows PyTorch's products replace few_linear of the attention and of dense FFNs (few_ways.py). Over
+rounded weights they round their inputs, too, which stay bf16 with fewer rows.
 
-The FFN goes by pairs, by the union of what fires or densely (few_ways.py); and a
-step of one row may be one launch instead of all that, if the model is such that it can be
-(whole_step.py). Which of these forms is the fastest is measured in the first step of so many rows
-(step_forms.py). With another activation than ReLU nothing can be left out: then
-the FFN goes densely, a step may have up to 256 rows, and the head takes at most 64 a launch.
+The FFN is computed by pairs, over the union of what fires, or densely (few_ways.py). A step of one
+row may be one launch instead of the chain, for some models (whole_step.py). The first step of a
+number of rows measures which of these forms is the fastest (step_forms.py). An activation other
+than ReLU leaves nothing out: then the FFN is dense, a step may have up to 256 rows, and the head
+takes at most 64 a launch.
 
-Prompts go through the model's own forward (TorchDecoder) into the same cache, ReLU FFNs of the
-sparse form over TwELL: through a copy of the modules that shares the parameters.
+Prompts go through the model's own forward (TorchDecoder) into the same cache. They use a copy of
+the modules that shares the parameters; in the sparse form its ReLU FFNs run over TwELL.
 
-Of the model that it is given a decoder changes only where weights lie in memory: q, k and v become
-parts of one tensor, W_down of a sparse form lies by rows of neurons, and there may be more rows
-after those of the head. Names, shapes and values stay. W_down alone is read in two layouts: two
-decoders of one model that read it differently have it once each.
+A decoder changes nothing in the model that it is given but where weights lie in memory: q, k and v
+become parts of one tensor, W_down of a sparse form lies by rows of neurons, and memory may hold
+more rows after those of the head. Names, shapes and values stay. Only W_down is read in two
+layouts: where a sparse and a dense decoder run over one model, each has it in its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,7 +119,7 @@ class KernelDecoder:
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
             if kernel_fit.why_not_one_kernel(self._model) is None:
-                _put_rows_behind(self._model.lm_head.weight)
+                _pad_rows(self._model.lm_head.weight)
             self._head = weight_of(self._model.lm_head).detached()
             self._embeddings = self._model.get_input_embeddings().weight.detach()
             self._last_norm = norm_weight(body.norm)
@@ -204,10 +205,10 @@ class KernelDecoder:
                 self._workspace,
             )
             out = partial(self._linear, h, layer.out)
-            x, h = self._added(x, out, layer.norms.behind_attention, layer.norms.ffn)
+            x, h = self._added(x, out, layer.norms.after_attention, layer.norms.ffn)
             how = {"counts": counts[i] if self._sparse else None, "overlap": True}
             run = partial(ways[i].run, self.kernels, self._limits, h, layer.ffn, **how)
-            x, h = self._added(x, run, layer.norms.behind_ffn, norms[i + 1])
+            x, h = self._added(x, run, layer.norms.after_ffn, norms[i + 1])
         return self._scales.of_model(self._logits(h)), counts
 
     def _logits(self, h: Tensor) -> Tensor:
@@ -219,15 +220,15 @@ class KernelDecoder:
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _added(
-        self, x: Tensor, block: Callable[..., Tensor], behind: Tensor | None, norm: Tensor | None
+        self, x: Tensor, block: Callable[..., Tensor], own_norm: Tensor | None, norm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """`x` with what a block computes, and the norm of that: what the next block takes.
 
-        `behind`: the norm of what the block computes itself.
+        `own_norm`: the norm of what the block computes itself.
         """
-        if behind is not None:
+        if own_norm is not None:
             y = block(residual=None)
-            return attention.add_norm(self.kernels, y, behind, x, norm, self._scales.eps)
+            return attention.add_norm(self.kernels, y, own_norm, x, norm, self._scales.eps)
         x = block(residual=x)
         return x, attention.rms_norm(self.kernels, x, norm, self._scales.eps)
 
@@ -282,8 +283,9 @@ class KernelDecoder:
     def _linear(
         self, x: Tensor, weight: Weight, residual: Tensor | None = None, *, ahead: bool = False
     ) -> Tensor:
-        how = {"residual": residual, "ahead": ahead, "overlap": True}
-        return linear(self.kernels, self._limits, x, weight, **how)
+        return linear(
+            self.kernels, self._limits, x, weight, residual=residual, ahead=ahead, overlap=True
+        )
 
     def _plan(self, B: int, Q: int, width: int) -> attention.AttendPlan:
         if (B, Q, width) not in self._plans:
@@ -316,7 +318,8 @@ class KernelDecoder:
     def _turned_by(self, reach: int) -> list[attention.Rotary]:
         """Of each layer; those of layers of a kind are the same."""
         kinds = [turned_by(self._model, layer) for layer in self._model.model.layers]
-        D, made = kernel_fit.head_dim(self._model), {}
+        D = kernel_fit.head_dim(self._model)
+        made: dict[str | None, attention.Rotary] = {}
         for kind in set(kinds):
             if kind is None:
                 made[kind] = attention.Rotary.none(reach, D, self.device)
@@ -326,29 +329,37 @@ class KernelDecoder:
         return [made[kind] for kind in kinds]
 
     def _layer(self, layer: nn.Module, keys: Tensor, values: Tensor) -> DecoderLayer:
-        own = layer.self_attn
-        q_and_k = [getattr(own, name, None) for name in ("q_norm", "k_norm")]
-        q_k_norms = None if None in q_and_k else tuple(map(norm_weight, q_and_k))
+        own, norms = layer.self_attn, norms_of(layer)
+        if norms is None:
+            raise ValueError("the layer has other parts than the decode kernels know")
+        q_norm, k_norm = self._q_and_k_norms(own)
         D = kernel_fit.head_dim(self._model)
-        of_heads = q_k_norms is not None and len(q_k_norms[0]) == D
-        if of_heads:
-            q_k_norms = [F.pad(weight, (0, attention.head_width(D) - D)) for weight in q_k_norms]
+        of_heads = q_norm is not None and len(q_norm) == D
+        rest = 0, attention.head_width(D) - D
+        attend = attention.AttendLayer(
+            keys,
+            values,
+            own.scaling,
+            kernel_fit.window_of(self._model, own.layer_idx),
+            F.pad(q_norm, rest) if of_heads else None,
+            F.pad(k_norm, rest) if of_heads else None,
+            eps=self._model.config.rms_norm_eps,
+            cap=self._scales.scores_cap,
+        )
         return DecoderLayer(
-            norms_of(layer),
+            norms,
             _qkv(own),
-            attention.AttendLayer(
-                keys,
-                values,
-                own.scaling,
-                kernel_fit.window_of(self._model, own.layer_idx),
-                *(q_k_norms if of_heads else (None, None)),
-                eps=self._model.config.rms_norm_eps,
-                cap=self._scales.scores_cap,
-            ),
+            attend,
             weight_of(own.o_proj).detached(),
             self._ffn_of(layer.mlp),
-            None if of_heads else q_k_norms,
+            None if of_heads or q_norm is None or k_norm is None else (q_norm, k_norm),
         )
+
+    def _q_and_k_norms(self, own: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        """The weights of the norms of q and k, over each head or over all heads; both or none."""
+        if getattr(own, "q_norm", None) is None or getattr(own, "k_norm", None) is None:
+            return None, None
+        return norm_weight(own.q_norm), norm_weight(own.k_norm)
 
     def _ffn_of(self, mlp: nn.Module) -> FFN:
         ffn = weights_of(mlp)
@@ -364,7 +375,7 @@ def _for_each_token(tables: Tensor, Q: int) -> Tensor:
     return tables[:, None].expand(B, Q, W).reshape(B * Q, W)
 
 
-def _put_rows_behind(weight: nn.Parameter) -> None:
+def _pad_rows(weight: nn.Parameter) -> None:
     """Lay `weight` `[V, K]` so that more rows follow in memory, up to a multiple of STEP_QUAD."""
     V, K = weight.shape
     rows = -(-V // STEP_QUAD) * STEP_QUAD

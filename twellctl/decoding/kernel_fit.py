@@ -34,7 +34,7 @@ def why_not(model: PreTrainedModel) -> str | None:
     if model.device.type != "cuda" or torch.version.cuda is None:
         return "the decode kernels need an NVIDIA GPU"
     rounded = [m.rounded for m in model.modules() if isinstance(m, RoundedLinear)]
-    if any(weight.scales.dtype != torch.float32 for weight in rounded):
+    if any(getattr(weight.scales, "dtype", None) != torch.float32 for weight in rounded):
         return "the decode kernels take rounded weights with scales in float32"
     known = {id(part) for weight in rounded for part in (weight.values, weight.scales)}
     dtypes = {parameter.dtype for parameter in model.parameters() if id(parameter) not in known}
@@ -189,7 +189,9 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
 
 def _is_like_llama(model: PreTrainedModel) -> bool:
     norms = [families.norms_of(layer) for layer in model.model.layers]
-    others = [of.behind_attention is not None or of.behind_ffn is not None for of in norms]
+    others = [
+        of is None or of.after_attention is not None or of.after_ffn is not None for of in norms
+    ]
     capped = families.scales_of(model).scores_cap is not None
     return not any(others) and not capped and families.num_turned(model) == {head_dim(model)}
 

@@ -1,5 +1,7 @@
 """Models whose state is not in pages (recurrent layers), one sequence at a time."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -20,7 +22,7 @@ class LoneDecoder:
 
     def __init__(self, model: PreTrainedModel):
         config = model.config.get_text_config()
-        self.shapes: list[LayerShape] = []
+        self.shapes: Sequence[LayerShape] = ()
         self.device = model.device
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.context = config.max_position_embeddings

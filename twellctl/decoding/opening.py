@@ -21,7 +21,7 @@ from twellctl.models.loading import gpu_memory
 
 logger = logging.getLogger(__name__)
 DECODERS = (KernelDecoder, TorchDecoder)  # the best first; LoneDecoder takes what they do not
-TOLD = {
+DESCRIPTIONS = {
     KernelDecoder: "twellctl's kernels",
     TorchDecoder: "transformers' own code",
     LoneDecoder: "transformers' own code, one sequence at a time",
@@ -58,7 +58,7 @@ def open_scheduler(
 ) -> Scheduler:
     """What continues sequences of `model`, up to `max_running` at once, in the calling thread.
 
-    `extra_eos`: tokens that end a text, like the tokenizer's, beside those that the model's configs
+    `extra_eos`: tokens that end a text, like the tokenizer's, with those that the model's configs
     name. `cache_bytes` bounds the key-value cache; None: a share of the GPU's free memory, or
     `CPU_CACHE_BYTES`. `gates` as of `KernelDecoder`. `decoder`: another one than
     `open_decoder` would choose.
@@ -75,15 +75,15 @@ def open_decoder(model: PreTrainedModel, gates: str = WHOLE) -> Decoder:
     """The best decoder that can drive `model`; a slow one is logged."""
     kind, why = _choose(model)
     if kind is LoneDecoder or (why and model.device.type == "cuda"):
-        logger.warning("the engine runs %s", told_of_decoder(model))
+        logger.warning("the engine runs %s", describe_decoder(model))
     return kind(model, gates=gates) if kind is KernelDecoder else kind(model)
 
 
-def told_of_decoder(model: PreTrainedModel) -> str:
-    """In words, which decoder `open_decoder` takes for `model`, and why it is no better one."""
+def describe_decoder(model: PreTrainedModel) -> str:
+    """In words: the decoder that `open_decoder` takes for `model`, and why not a better one."""
     kind, why = _choose(model)
     slow = SLOW if model.device.type == "cuda" else ""
-    return TOLD[kind] if why is None else f"{TOLD[kind]}{slow} ({why})"
+    return DESCRIPTIONS[kind] if why is None else f"{DESCRIPTIONS[kind]}{slow} ({why})"
 
 
 def _choose(model: PreTrainedModel) -> tuple[Any, str | None]:

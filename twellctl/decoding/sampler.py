@@ -1,8 +1,8 @@
 """Which token follows, on the device: rows of logits in, one token of each row out. No host reads.
 
-A draw is the largest of logit / temperature + noise (Gumbel's), where the noise of a token hangs
-on the row's seed, its position and the token alone. So a row draws the same whoever is beside it,
-in whatever row it lies, and again when it is recomputed.
+A draw is the largest of logit / temperature + noise (Gumbel's), where the noise of a token depends
+on the row's seed, its position and the token alone. So a row draws the same with any other rows in
+the batch, in any place of it, and again when it is recomputed.
 """
 
 from enum import IntEnum
@@ -88,10 +88,11 @@ def choose(logits: Tensor, fields: Tensor, drawn: bool) -> Tensor:
 
 
 def cut(logits: Tensor, fields: Tensor) -> Tensor:
-    """-inf for all but the `top_k` likeliest; of those, but the fewest that hold `top_p`; of those,
-    but what has `min_p` times the likeliest one's share.
+    """`logits` with -inf in place of the tokens that may not be drawn.
 
-    Tokens as likely as the last one kept are kept too.
+    Kept are the `top_k` likeliest tokens; of those the fewest whose shares add up to `top_p`; of
+    those the ones with at least `min_p` times the share of the likeliest. Tokens as likely as the
+    last one kept are kept too.
     """
     scaled, size = _scaled(logits, fields), logits.shape[-1]
     top_k, top_p = fields[Field.TOP_K], fields[Field.TOP_P].view(torch.float32)

@@ -309,7 +309,7 @@ class Scheduler:
         return self.pool.free >= min(needed, self.pool.capacity)
 
     def _enter(self) -> None:
-        """Let the first come that waits, and those behind it that one forward reads with it."""
+        """Let the first one in that waits, and those after it that one forward reads with it."""
         longest = total = 0
         while self._has_room() and len(self._entering) < self.prompts_together:
             length = len(self.waiting[0].tokens)
@@ -317,8 +317,10 @@ class Scheduler:
             filled_up = (len(self._entering) + 1) * longest
             if self._entering and filled_up > min(self.decoder.prefill_chunk, 2 * total):
                 break
+            if (pages := self.pool.take(pages_for(length))) is None:
+                break
             sequence = self.waiting.popleft()
-            sequence.pages += self.pool.take(pages_for(length))
+            sequence.pages += pages
             self._entering.append(sequence)
 
     def _read_prompts(self, sequences: list[Sequence], events: list[Event]) -> None:

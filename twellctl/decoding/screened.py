@@ -1,4 +1,4 @@
-"""Screened gates: a copy of W_gate in 4 bits tells which neurons may fire (step_screen.cuh)."""
+"""Screened gates: a copy of W_gate in 4 bits shows which neurons may fire (step_screen.cuh)."""
 
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ def copied(weight: Tensor) -> Tensor:
 
 
 def copied_input(x: Tensor) -> Tensor:
-    """What x `[M, K]` is beside a copy, float32: 8 bits, by a scale for each group."""
+    """x `[M, K]` as a product with a copy takes it, float32: 8 bits, a scale for each group."""
     groups = x.float().view(len(x), x.shape[1] // GROUP, GROUP)
     most = groups.abs().amax(-1, keepdim=True)
     whole = (groups * torch.where(most > 0, 127 / most, 0)).round_()

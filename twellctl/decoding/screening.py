@@ -1,7 +1,7 @@
 """Which neurons a screen may leave out: its limits, measured on tokens that the model draws itself.
 
 A neuron is a candidate where x . copy > limit. What the copy's gate errs by is measured for each
-neuron on half of the texts, with x in 8 bits as it is beside the copy. The limit is its mean less
+neuron on half of the texts, with x in 8 bits as a copy takes it. The limit is its mean less
 2.5 deviations. What is missed even so, as a share of the squared output of the layer, is measured
 on the other half, and on one token or eight that are repeated, of which the most is missed. A layer
 that misses more than NEXT_TO_NOTHING of any takes more deviations (MARGINS): of other kinds of
@@ -30,7 +30,7 @@ MARGINS = 2.5, 3.0, 4.0, 6.0  # standard deviations of a neuron's own error
 MOST_MISSED = 1e-6
 NEXT_TO_NOTHING = MOST_MISSED / 20
 _ROWS, _LENGTH = 16, 64  # of the text that is drawn: half of the rows to measure, half to judge
-_REPEATED, _REPEATS = (1, 8), 8  # so many tokens are repeated, in so many rows of each kind
+_REPEATED, _REPEATS = (1, 8), 8  # numbers of tokens that are repeated, and rows of each kind
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def open_screens(model: PreTrainedModel) -> Screens | None:
 
 
 def _inputs(model: PreTrainedModel) -> list[Tensor]:
-    """What each FFN reads in texts that the model draws and, behind them, in repeated tokens.
+    """What each FFN reads in texts that the model draws and, after them, in repeated tokens.
 
     `[_ROWS + _REPEATS for each of _REPEATED, _LENGTH, K]`
     """
@@ -144,5 +144,5 @@ def _screen_of(ffn: nn.Module, z: Tensor, num_own: int) -> tuple[Screen, float, 
 
 
 def _missed(limits: Tensor, about: Tensor, fired: Tensor, size: Tensor) -> Tensor:
-    """The share of the squared output that lies behind the limits."""
+    """The share of the squared output that the limits cut off."""
     return (size * (fired & (about <= limits))).sum() / size.sum().clamp(min=1e-30)

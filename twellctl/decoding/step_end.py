@@ -49,7 +49,7 @@ class Record:
     def token(self, record: np.ndarray, sampling: Sampling) -> Token | None:
         """The token of one record, with what `sampling` wants to know; None for what is no number.
 
-        That is a logit of NaN, and a log-probability beside an infinite logit.
+        That is a logit of NaN, and a log-probability where a logit is infinite.
         """
         token = int(record[0])
         if token == NO_TOKEN:
@@ -113,7 +113,8 @@ class StepEnd:
         if self._kernels is None:
             self._by_torch(flat, fired, inputs, wide, fields, records, variant.drawn)
         else:
-            self._by_kernel(flat.float().contiguous(), fired, inputs, fields, records)
+            logits_of_tokens = flat.float().contiguous()
+            self._by_kernel(self._kernels, logits_of_tokens, fired, inputs, fields, records)
         if weights is not None:
             weights.count_kept(*inputs, records[..., 0])
         if variant.logprobs:
@@ -144,6 +145,7 @@ class StepEnd:
 
     def _by_kernel(
         self,
+        kernels: KernelSet,
         logits: Tensor,
         fired: Tensor,
         inputs: tuple[Tensor, Tensor],
@@ -154,7 +156,7 @@ class StepEnd:
         V = logits.shape[1]
         tokens, positions = (None, None) if Q == 1 else inputs
         blocks = min(-(-V // _LOGITS), max(1, _BLOCKS_AT_ONCE // (B * Q)))
-        self._kernels.launch(
+        kernels.launch(
             "choose",
             (blocks, B * Q),
             CHOOSE_BLOCK,

@@ -23,12 +23,12 @@ _WARM_UPS, _TURNS = 2, 7
 class FormChoice:
     """Chooses forms of one decoder's steps, by the rows and the width of their tables.
 
-    `told` names the model and the kernels; `neurons` has each of its FFNs. `density` is the share
-    of them that fires as a profile tells it, None: it is counted.
+    `model_key` names the model and the kernels; each of its FFNs has `neurons`. `density` is the
+    share of them that fires by a profile, None: it is counted.
     """
 
-    def __init__(self, device: torch.device, told: str, neurons: int, density: float | None):
-        self._device, self._told = device, told
+    def __init__(self, device: torch.device, model_key: str, neurons: int, density: float | None):
+        self._device, self._model_key = device, model_key
         self._neurons, self._density = neurons, density
         self._chosen: dict[tuple[int, int], tuple[str, Form]] = {}
 
@@ -37,7 +37,7 @@ class FormChoice:
     ) -> tuple[Tensor, Tensor]:
         """A step by the fastest of `forms()`; where nothing can be measured yet by the first.
 
-        `forms` is asked what is possible only until a choice is made.
+        `forms` is only called until a choice is made.
         """
         B, W = inputs[-1].shape
         if (B, W) not in self._chosen:
@@ -76,7 +76,7 @@ class FormChoice:
             _, counts = next(iter(runs.values()))()
             density = counts.float().mean().item() / self._neurons
         key = (
-            f"step {torch.cuda.get_device_name(self._device)} {self._told} B={B} W={W} "
+            f"step {torch.cuda.get_device_name(self._device)} {self._model_key} B={B} W={W} "
             f"density={density_bucket(density)} of {', '.join(runs)}"
         )
         name = kept_or_measured(key, list(runs), ("graph",), measure)["graph"]

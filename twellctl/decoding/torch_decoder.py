@@ -22,13 +22,14 @@ from twellctl.bundle.twell_launch import KernelSet, kernels_for
 from twellctl.bundle.twell_reasons import why_not_loaded
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.fired_counts import FiredCounts
-from twellctl.decoding.paged_cache import PagedCache, cache_argument, cached_shapes
+from twellctl.decoding.paged_cache import LayerShape, PagedCache, cache_argument, cached_shapes
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.run_attention import Runs, attending, why_not_attend_runs
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.defaults import context_of
 
 PREFILL_CHUNK = 1024
+_LONGEST = 1 << 20  # tokens of a model whose config does not say how many it reads
 _ATTENTION = ("sdpa", "eager")  # those that take a mask of numbers
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -90,7 +91,7 @@ class TorchDecoder:
         *,
         consecutive: bool = False,
     ):
-        """`width`: columns that the cache has of a head of so many, with zeros in the others.
+        """`width`: columns that the cache has for a head, by its own; the others are zeros.
 
         `consecutive`: the pages of a row are consecutive, of its table `run` reads the places to
         write alone, and what fires is not counted; the cache is one `by_tokens`.
@@ -98,10 +99,10 @@ class TorchDecoder:
         config = model.config.get_text_config()
         self.device = model.device
         self.vocab_size = model.get_input_embeddings().num_embeddings
-        self.context = context_of(config.to_dict())
+        self.context = context_of(config.to_dict()) or _LONGEST
         self.consecutive = consecutive
         self.kernels = _kernels_that_choose(self.device) if consecutive else None
-        self.shapes = [
+        self.shapes: Sequence[LayerShape] = [
             replace(shape, key_dim=width(shape.key_dim), value_dim=width(shape.value_dim))
             for shape in cached_shapes(model)
         ]

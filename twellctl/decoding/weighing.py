@@ -1,7 +1,7 @@
 """Logits that change by what was written (penalties against repeating) and by token (biases).
 
-What a row has written is counted on its device: no step waits for the host. Which tokens a guide
-allows only the host knows, from step to step.
+What a row has written is counted on its device: no round waits for the host. Which tokens a guide
+allows only the host knows, from token to token.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class Weights:
 
     @classmethod
     def of(cls, num_rows: int, vocab_size: int, device: torch.device) -> "Weights":
-        """For rows of which nothing is known."""
+        """For rows that have written nothing."""
         kinds = torch.int32, torch.bool, torch.float32, torch.bool
         made = (torch.zeros((num_rows, vocab_size), dtype=kind, device=device) for kind in kinds)
         return cls(*made)

@@ -65,8 +65,8 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
 
 
 def takes_mapped(sizes: StepSizes, num_own: int, form: str, limits: Limits) -> bool:
-    """Whether a block of this form has room for its part of `num_own` neurons and of those behind
-    them, which share a gate; of sizes that `step` takes."""
+    """Whether a block of this form has room for its part of the `num_own` neurons with gates of
+    their own and of the others, which share a gate; of sizes that `step` takes."""
     quad = spec.STEP_QUAD
     rows = spec.FEW_ROWS if form == "screened" else quad
     blocks, most_rows = ceil_div(num_own, rows), spec.MOST_OF_BLOCK[sizes.K][1]
@@ -79,7 +79,7 @@ class WholeStep:
     """For steps of one row that follow one another. It reads the weights where they lie.
 
     `layers` have W_down by rows of neurons, Llama's norms and the same window; `rotary` turns whole
-    heads; behind the rows of `head` there are more, up to a multiple of STEP_QUAD.
+    heads; in memory more rows follow those of `head`, up to a multiple of STEP_QUAD.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class WholeStep:
         self._weights = last_norm, head, rotary.cos, rotary.sin
         self._scales = scales
         K, D, blocks, device = sizes.K, sizes.D, limits.num_sms, head.device
-        of: Sequence[Screen | None] = screens or [None] * len(layers)
-        words = [_words_of(*both, num_own) for both in zip(layers, of, strict=True)]
+        of_layers: list[Screen | None] = [*screens] if screens else [None] * len(layers)
+        words = [_words_of(*both, num_own) for both in zip(layers, of_layers, strict=True)]
         self._table = torch.tensor(words, device=device)
-        # by which blocks hand each other results, and how often they were used
+        # through which blocks hand results to each other, and how often they were used
         self._words = torch.zeros(6 * K + blocks * (K + 4 * D), dtype=torch.int32, device=device)
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -131,10 +131,23 @@ class WholeStep:
             (self._limits.num_sms,),
             _THREADS,
             (
-                *(self._table, len(self._layers), sizes.N, V, sizes.H, self._kv_heads),
-                *(tokens, positions, tables, embeddings, *self._weights),
-                *(float(self._scales.eps), float(self._scale)),
-                *(self._words, self._epoch, counts, logits),
+                self._table,
+                len(self._layers),
+                sizes.N,
+                V,
+                sizes.H,
+                self._kv_heads,
+                tokens,
+                positions,
+                tables,
+                embeddings,
+                *self._weights,
+                float(self._scales.eps),
+                float(self._scale),
+                self._words,
+                self._epoch,
+                counts,
+                logits,
             ),
             self._limits.smem_bytes,
             together=True,
