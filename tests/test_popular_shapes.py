@@ -230,7 +230,7 @@ def test_training(judge, shape, monkeypatch):
     heavy = torch.empty(3, dtype=torch.int64, device="meta")
     monkeypatch.setattr(twell_training, "sent_to_host", lambda count: count)
     monkeypatch.setattr(twell_training, "listed_rows", lambda *listed: heavy)
-    ffn, wanted = ffn_of(shape), Wanted()
+    ffn, wanted = ffn_of_shape(shape), Wanted()
     for M in TRAINED:
         most = training_tokens(shape.N, shape.K, 64, judge.limits)
         for rows in {min(M, most), M % most} - {0}:
