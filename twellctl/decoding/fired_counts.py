@@ -24,7 +24,7 @@ class FiredCounts:
 
     def __init__(self, model: nn.Module, num_hidden_layers: int):
         ffns, device = gated_ffns(model), next(model.parameters()).device
-        below = torch.tensor([-1.0], device=device)
+        below = torch.tensor([-1.0], device="cpu" if device.type == "meta" else device)
         is_metered = not any(activation_of(ffn)(below).any() for ffn in ffns)
         self._ffns = ffns if is_metered and len(ffns) <= num_hidden_layers else []
         self.neurons = [1] * len(self._ffns)
