@@ -22,6 +22,7 @@ family whose activation was another, like GELU, `hidden_act` is that one: as sha
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 FORMAT_VERSION = 1
 TILE = 256
@@ -65,7 +66,8 @@ def check_twell(twell: object, num_layers: int) -> dict:
         )
     if type(map_neurons := twell.get("map_neurons", 0)) is not int or map_neurons < 0:
         raise ValueError(f'"twell" must have map_neurons of 0 or more, got {map_neurons!r}')
-    slots, tile = twell.get("slots"), twell.get("tile")
+    slots: Any = twell.get("slots")
+    tile = twell.get("tile")
     densities = twell.get("densities", [0.0] * num_layers)
     for key, values in (("slots", slots), ("densities", densities)):
         if not isinstance(values, list) or len(values) != num_layers:

@@ -17,6 +17,7 @@ import statistics
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -138,7 +139,9 @@ def kept_or_measured(
     `measure` returns milliseconds by "mode name"; infinite is what does not fit into memory.
     """
     entry = _read_kept().get(key)
-    found = {mode: entry.get(mode) for mode in modes} if isinstance(entry, dict) else {}
+    found: dict[str, Any] = {}
+    if isinstance(entry, dict):
+        found = {mode: entry.get(mode) for mode in modes}
     if found and all(name in names for name in found.values()):  # what is kept may be anything
         return found
     times = measure()

@@ -253,10 +253,14 @@ def _step_numbers(source: str) -> dict[str, int | str]:
     for (K, kind), (name, _) in _STEPS.items():
         if source == name:
             quads, rows = MOST_OF_BLOCK[K]
-            ahead = {"STEP_AHEAD_KB": STEP_AHEAD.get((K, kind), 32)}
-            most = {"STEP_OWN_QUADS": quads, "STEP_MOST_ROWS": rows}
-            most["STEP_MOST_DIM"] = max(STEP_HEAD_DIMS[K])
-            return {"STEP_K": K, "STEP_WEIGHT": KINDS[kind].struct} | ahead | most
+            return {
+                "STEP_K": K,
+                "STEP_WEIGHT": KINDS[kind].struct,
+                "STEP_AHEAD_KB": STEP_AHEAD.get((K, kind), 32),
+                "STEP_OWN_QUADS": quads,
+                "STEP_MOST_ROWS": rows,
+                "STEP_MOST_DIM": max(STEP_HEAD_DIMS[K]),
+            }
     return {}
 
 
@@ -274,7 +278,9 @@ def _step_source(K: int, kind: str) -> tuple[str, dict[str, Arguments]]:
     taken = [form for form in STEP_FORMS if form != "screened" or is_bf16]
     dims = [D for D in STEP_HEAD_DIMS[K] if D <= 128 or is_bf16]
     forms = ((D, form) for D in dims for form in taken)
-    entries = {step_entry(K, D, form, kind): (D, STEP_FORMS[form]) for D, form in forms}
+    entries: dict[str, Arguments] = {
+        step_entry(K, D, form, kind): (D, STEP_FORMS[form]) for D, form in forms
+    }
     return f"{entry(f'decode/step_{K}', kind)}.cu", entries
 
 
@@ -298,6 +304,7 @@ def _of_few_walk(kind: str) -> Entries:
 
 def _of_few(family: str, kind: str, capability: Capability) -> Entries:
     """The entries of a product of few tokens or of few_down, with their template arguments."""
+    entries: Mapping[str, FewSizes | FewDownSizes]
     if family == "few_down":
         entries = few_down_entries(capability, kind)
     else:
