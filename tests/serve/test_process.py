@@ -53,7 +53,7 @@ def test_unexpected_failure_is_logged_in_one_line(served, client, monkeypatch, c
         raise IndexError("no such\nlayer")
 
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
-        patched.setattr(served.engine._scheduler.decoder, "prefill", fail)
+        patched.setattr(served.engine._scheduler.decoder, "run", fail)
         with pytest.raises(openai.InternalServerError) as caught:
             complete(client)
     assert (caught.value.status_code, caught.value.type) == (500, "server_error")
