@@ -7,6 +7,7 @@ import signal
 import socket
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from edits import jsonl, weights_in
@@ -20,6 +21,7 @@ from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.firing.profiled import save_profile
 from twellctl.fitting import plan as plans
+from twellctl.fitting.folder import windows_of
 from twellctl.fitting.plan import Shape, plan
 from twellctl.fitting.settings import Fit, windows_held_out
 from twellctl.fitting.walk import Walk
@@ -132,9 +134,9 @@ def _held_out(source, text_file):
         ids = tokenizer(json.loads(line)["text"])["input_ids"]
         windows += [ids[start : start + 32] for start in range(0, len(ids) - 31, 32)]
         windows += [ids[-32:]] if len(ids) % 32 else []
-        if len(windows) * 32 >= 2048 + 9 * 32:
+        if len(windows) * 32 >= 2048 + 25 * 32:
             break
-    blocks = torch.tensor(windows[: 64 + 9])
+    blocks = torch.tensor(windows[: 64 + 25])
     middles = [round(len(blocks) * (2 * i + 1) / 16 - 0.5) for i in range(8)]
     return blocks[middles]
 
@@ -279,6 +281,19 @@ def test_a_plan_counts_attention_with_the_layers(make_model, family):
     layer = sum(weight.numel() for weight in model.model.layers[0].parameters())
     assert shape.num_weights == layer
     assert shape.other_weights == sum(w.numel() for w in model.parameters()) - 2 * layer
+
+
+def test_what_is_held_out_shares_no_token_with_what_is_fitted_on(tmp_path):
+    """Neighbours may: the last window of a text overlaps the one before."""
+    np.arange(100 * 8, dtype=np.int32).tofile(tmp_path / "tokens.bin")
+    fit = Fit(seq_len=8, tokens=10_000, eval_windows=12)
+    fitted, held = (windows[:, 0] // 8 for windows in windows_of(tmp_path, fit))
+    assert len(held) == 12
+    assert len(fitted) == 100 - 12 - 2 * 8  # in eight runs
+    assert min(abs(int(a - b)) for a in fitted for b in held) == 2
+    np.arange(3 * 8, dtype=np.int32).tofile(tmp_path / "tokens.bin")
+    with pytest.raises(TwellError, match="3 windows of 8 tokens, and 1 are held out"):
+        windows_of(tmp_path, Fit(seq_len=8, eval_windows=1))
 
 
 def test_the_report_names_no_path(fitted, text_file):

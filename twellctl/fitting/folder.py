@@ -34,6 +34,7 @@ from twellctl.text.tokens import end_of_text
 SETTINGS_FILE = "fit.json"
 RUN_FORMAT = 2  # of what lies in a run folder
 LONGEST_TEXT = 4096  # tokens in a row of one text, for others to come in
+NEIGHBOURS = 16  # windows at most that are neither fitted on nor held out
 LEAST_DIFFERENT = 64  # tokens that a text must have
 TOKENS_A_WEIGHT = 4  # the least number of tokens for each of the N + K unknowns of an output
 
@@ -70,7 +71,7 @@ def _write_text(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
     """Write the tokens of as many windows as the fit takes, of all its text in turn."""
     tokenizer = load_tokenizer(checkpoint)
     vocabulary = checkpoint.config.get("vocab_size")
-    wanted = fit.tokens + (windows_held_out(fit) + 1) * fit.seq_len
+    wanted = fit.tokens + (windows_held_out(fit) + 1 + NEIGHBOURS) * fit.seq_len
 
     def stream(path: str) -> Iterator[np.ndarray]:
         texts = read_texts([path], fit.text_column, tokenizer)
@@ -102,16 +103,20 @@ def _check_enough(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
 
 
 def windows_of(run: Path, fit: Fit) -> tuple[Tensor, Tensor]:
-    """(to fit on, held out) `[W, L]` and `[H, L]`."""
+    """(to fit on, held out) `[W, L]` and `[H, L]`.
+
+    Windows next to those held out are in neither: they can have tokens in common with them.
+    """
     count = (run / "tokens.bin").stat().st_size // (4 * fit.seq_len)
     num_held = windows_held_out(fit, count)
-    if count < num_held + 1:
+    train, held = hold_out(count, min(1.0, num_held / max(1, count)))
+    train = np.setdiff1d(train, [held - 1, held + 1])
+    if not len(train):
         raise TwellError(
             f"the text makes {count} windows of {fit.seq_len} tokens, and {num_held} are "
             "held out: give more text, or lower --seq-len"
         )
-    blocks = read_blocks(run / "tokens.bin", fit.seq_len)
-    train, held = hold_out(len(blocks), num_held / len(blocks))
     train = train[: max(1, fit.tokens // fit.seq_len)]
+    blocks = read_blocks(run / "tokens.bin", fit.seq_len)
     fitted, held_out = (torch.from_numpy(blocks[part].astype(np.int64)) for part in (train, held))
     return fitted, held_out
