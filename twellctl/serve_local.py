@@ -263,11 +263,21 @@ def _no_address(host: str, port: int, error: OSError | TypeError) -> TwellError:
     return TwellError(f"port {port} cannot be used: {said}; choose another with --port")
 
 
+class _Noting(logging.Handler):
+    """Hands messages on to a function."""
+
+    def __init__(self, note: Callable[[str], None]):
+        super().__init__()
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._note(record.getMessage())
+
+
 @contextlib.contextmanager
 def _noted_steps(note: Callable[[str], None]) -> Iterator[None]:
     """`note` gets which form of a step the engine takes, when it chooses one."""
-    logger, handler = logging.getLogger("twellctl.decoding.step_forms"), logging.Handler()
-    handler.emit = lambda record: note(record.getMessage())  # type: ignore[method-assign]
+    logger, handler = logging.getLogger("twellctl.decoding.step_forms"), _Noting(note)
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

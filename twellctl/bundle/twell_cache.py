@@ -23,12 +23,22 @@ def say_once(reason: str) -> None:
     logger.warning("TwELL kernels are not used, plain PyTorch is: %s", reason)
 
 
+class _Collecting(logging.Handler):
+    """Keeps messages in a list."""
+
+    def __init__(self, messages: list[str]):
+        super().__init__()
+        self._messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
+
+
 @contextlib.contextmanager
 def reasons_said() -> Iterator[list[str]]:
     """Collect what calls in the block say of going without the kernels; the log has none of it."""
     said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler = _Collecting(said)
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     say_once.cache_clear()

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, NoneType
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ def start(
     """
     frame, kinds = _frame, tuple(map(type, args))
     layout, tensors, others = _layout(kinds)
-    values = list(args)
+    values: list[Any] = list(args)
     for i in tensors:
         values[i] = values[i].data_ptr()
     for i in others:
@@ -202,8 +203,8 @@ class KernelSet:
 
     def __init__(self, sources: Mapping[str, bytes], index: int):
         self._sources, self._index = sources, index
-        self._functions: dict[str, object] = {}
-        self._modules: dict[str, object] = {}
+        self._functions: dict[str, Any] = {}
+        self._modules: dict[str, Any] = {}
         self._static: dict[str, int] = {}  # shared memory that an entry declares
         self._shared: dict[str, int] = {}  # and may be given beside that
         self._clusters: dict[tuple[str, int, int, int], int] = {}
@@ -333,7 +334,7 @@ def _encode(
     row_stride: int,
     box_rows: int,
 ) -> np.void:
-    raw = np.zeros(256, np.uint8)
+    raw: np.ndarray = np.zeros(256, np.uint8)
     start = -raw.ctypes.data % 128
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(raw.ctypes.data + start),
@@ -354,4 +355,5 @@ def _encode(
             f"cuTensorMapEncodeTiled answers {status} for [{rows}, {columns}] "
             f"with rows of {row_stride} at {pointer:#x}, boxes of {box_rows} rows"
         )
-    return raw[start : start + 128].view(TENSOR_MAP)[0]
+    encoded: Any = raw[start : start + 128].view(TENSOR_MAP)
+    return encoded[0]

@@ -87,8 +87,8 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     N, K = ffn.N, ffn.K
     shapes = (N, K), (N, K), (K, N)
     if not all(map(_has_shape, ffn.weights, shapes)) or {w.kind for w in ffn.weights} != {ffn.kind}:
-        said = "weights [N, K], [N, K] and [K, N] of one kind, biases [N], [N] and [K]"
-        return f"the kernels take {said}, a scale for each row of what is rounded"
+        shapes_said = "weights [N, K], [N, K] and [K, N] of one kind, biases [N], [N] and [K]"
+        return f"the kernels take {shapes_said}, a scale for each row of what is rounded"
     if rows.dim() != 2 or rows.shape[1] != K:
         return f"the kernels take inputs [M, {K}], not {list(rows.shape)}"
     if rows.dtype != torch.bfloat16:
@@ -113,7 +113,7 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
 
 def _has_shape(weight: Weight, shape: tuple[int, int]) -> bool:
     """Whether the values, and the scales of rows and the bias there are, have their shapes."""
-    wanted = [shape]
+    wanted: list[tuple[int, ...]] = [shape]
     if weight.is_rounded:
         wanted.append((shape[0], 1))
     if weight.bias is not None:
@@ -124,7 +124,8 @@ def _has_shape(weight: Weight, shape: tuple[int, int]) -> bool:
 def _why_not_weight(weight: Weight, rows: Tensor) -> str | None:
     """None if the kernels take a weight with inputs `rows`, by dtypes and devices, else why not."""
     dtype = ROUNDINGS[weight.kind].dtype if weight.is_rounded else rows.dtype
-    if weight.is_rounded and (weight.values.dtype, weight.scales.dtype) != (dtype, torch.float32):
+    scales = weight.scales
+    if scales is not None and (weight.values.dtype, scales.dtype) != (dtype, torch.float32):
         return f"the kernels take {weight.kind} weights with scales in float32"
     if weight.bias is not None and weight.bias.dtype != torch.bfloat16:
         return "the kernels take biases in bf16"

@@ -31,6 +31,7 @@ class RoundedLinear(nn.Linear):
     layer moves, and follows values that it loads; no state_dict has it.
     """
 
+    weight: nn.Parameter
     turned: Tensor | None = None
 
     def __init__(self, kind: str, in_features: int, out_features: int, bias: bool = True, **where):
