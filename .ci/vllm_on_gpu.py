@@ -308,7 +308,7 @@ def _as_exported(config: Path, density: float, fp8: bool, context: int, weights:
         kept = kept_layers(model)
         linears = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
         tensors = round_tensors(tensors, frozenset(linears - set(kept)))
-        written["quantization_config"] = quantization_config(kept)
+        written["quantization_config"] = quantization_config("e4m3", kept)
     weights.update(tensors)
     return written, fires
 
