@@ -87,7 +87,7 @@ def test_a_window_hides_what_lies_before_it(opened):
     assert run(model, prompts, 30, rows=3) == known
 
 
-def test_a_draw_does_not_depend_on_who_is_beside_it(opened):
+def test_a_draw_does_not_depend_on_the_other_rows(opened):
     model = opened()
     prompts = ragged(20)
     made = run(model, prompts, 20, temperature=1.0, rows=5)

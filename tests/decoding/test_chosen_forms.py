@@ -128,7 +128,7 @@ def test_what_is_measured_is_logged(tiny, timed, kernels, caplog):
     assert [record.getMessage() for record in caplog.records] == [chosen + why for why in whys]
 
 
-def test_a_step_in_a_capture_goes_by_rule(tiny, timed, kernels, monkeypatch):
+def test_a_step_in_a_capture_is_chosen_by_rule(tiny, timed, kernels, monkeypatch):
     monkeypatch.setattr(step_forms, "can_measure", lambda device: False)
     assert way_of_step(open_decoder(tiny, [1e-4, 1e-4]), kernels) == "pairs"
     assert timed.measured == []

@@ -195,7 +195,7 @@ def test_closing_ends_what_runs_and_takes_nothing_new(engine, decoder):
     engine.close()  # again
 
 
-def test_a_loop_that_is_gone_leaves_no_work_behind(engine, decoder):
+def test_a_loop_that_is_gone_leaves_no_work(engine, decoder):
     decoder.gate.clear()
     loop = asyncio.new_event_loop()
     tokens = engine.generate([1], Sampling(900, 0))

@@ -148,7 +148,7 @@ def test_there_is_room_for_the_parts_of_any_number_of_rows(tiny, heads):
                 assert decoder._workspace.tickets.numel() >= plan.num_tickets, (B, width)
 
 
-def test_a_head_gets_rows_behind_it_once(tiny):
+def test_a_head_gets_more_rows_once(tiny):
     head = tiny(vocab_size=515, tie_word_embeddings=True).lm_head.weight
     before = head.detach().clone()
     _pad_rows(head)

@@ -214,8 +214,10 @@ def test_no_row_reads_beyond_its_limit():
     tokens, positions = inputs_of(fields, torch.tensor([[1, 2], [3, 4], [6, 7]]))
     assert positions.tolist() == [[-1, -1, 5], [-1, 5, 6], [5, 6, 7]]
     assert [row[(at >= 0)].tolist() for row, at in zip(tokens, positions, strict=True)] == [
-        [10], [11, 3], [12, 6, 7],
-    ]  # fmt: skip
+        [10],
+        [11, 3],
+        [12, 6, 7],
+    ]
 
 
 def test_tokens_are_kept_as_long_as_drafts_were_chosen():

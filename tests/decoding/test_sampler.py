@@ -77,7 +77,7 @@ def test_noise_is_gumbels_and_of_no_pattern():
     assert torch.corrcoef(beside).fill_diagonal_(0).abs().max() < 0.015
 
 
-def test_a_draw_hangs_on_seed_position_and_logits_alone():
+def test_a_draw_depends_on_seed_position_and_logits_alone():
     torch.manual_seed(0)
     logits = torch.randn(8, 1000)
     warm, cut, greedy = Sampling(1, 1.0), Sampling(1, 1.2, 0.9, 50), Sampling(1, 0)
@@ -180,9 +180,13 @@ def test_a_step_leaves_records_and_goes_on():
     fired = torch.tensor([[0, 1, 2], [8, 6, 4]], dtype=torch.int32)
     end = StepEnd(record, None, 3, CPU)
     end(
-        logits[:, None], fired[..., None], inputs_of(rows, None), rows, records,
+        logits[:, None],
+        fired[..., None],
+        inputs_of(rows, None),
+        rows,
+        records,
         Variant(logprobs=True),
-    )  # fmt: skip
+    )
     made = records[:, 0].numpy()
     assert rows[Field.TOKEN].tolist() == [7, 8, 9]
     assert rows[Field.POSITION].tolist() == [5, 6, 6]  # none goes beyond its limit

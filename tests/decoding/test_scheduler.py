@@ -261,7 +261,7 @@ def test_the_longest_that_fits_uses_every_page():
     assert tokens_of(found[other]) == expected([2] * 100, 50)
 
 
-def test_run_leaves_nothing_behind_when_it_is_left():
+def test_a_run_that_is_left_holds_nothing():
     scheduler = scheduler_of()
     for events in scheduler.run([[1], [2]], Sampling(50, 0)):
         if any(sequence.client == 1 for sequence, _ in events):

@@ -80,7 +80,7 @@ def test_a_model_that_is_nowhere_finite_reads_gates_whole(model):
     assert all(screen.is_open for screen in open_screens(model).layers)
 
 
-def test_the_copy_stands_for_what_it_says():
+def test_the_copy_has_the_values_that_it_encodes():
     weight = torch.randn(40, 192).bfloat16()
     weight[3], weight[4, 32:64] = 0, 0
     step = weight.float().view(40, 6, 32).abs().amax(-1, keepdim=True) / 8

@@ -176,7 +176,7 @@ def test_tokens_to_verify_get_the_logits_of_the_model(tiny, family, consecutive)
     assert model.config._attn_implementation == usual
 
 
-def test_garbage_behind_a_row_is_not_seen(tiny):
+def test_garbage_after_a_row_is_not_seen(tiny):
     """Pages come from others who may have left NaN there."""
     decoder = TorchDecoder(tiny())
     tokens = torch.arange(1, 71, dtype=torch.int32).repeat(2, 1)
