@@ -72,13 +72,20 @@ def sparse_ffn(
         if not (sources and x.is_cuda) or x.numel() > FEW_TOKENS * x.shape[-1]:
             return gated_ffn(x, ffn)
     else:
-        tensors = (x, *(weight.values for weight in ffn.weights))
-        tensors = (*tensors, *(weight.bias for weight in ffn.weights))
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            most = max(slots, min(SLOTS, tile))  # a row without room takes ten times as long there
-            numbers = {"slots": most, "tile": tile, "density": density}
-            how = {"sources": sources, "route": route, "counted": False}
-            return _trained(tensors, None, **numbers, **how)[0]
+        tensors = (x, *(tensor for weight in ffn.weights for tensor in weight.tensors))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return _trained(
+                x,
+                tuple(weight.values for weight in ffn.weights),
+                tuple(weight.bias for weight in ffn.weights),
+                None,
+                slots=max(slots, min(SLOTS, tile)),  # a row without room takes ten times as long
+                tile=tile,
+                density=density,
+                sources=sources,
+                route=route,
+                counted=False,
+            )[0]
         if (dtype := _autocast_dtype(x)) is not None:
             x, ffn = x.to(dtype), _in_dtype(ffn, dtype)
     known = -1.0 if density is None else density
@@ -141,14 +148,25 @@ def train_ffn(
     """
     if isinstance(penalty, Tensor) and penalty.numel() != 1:
         raise ValueError(f"penalty must be one number, got {list(penalty.shape)}")
-    tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    numbers = {"slots": slots, "tile": tile, "density": density}
-    how = {"sources": sources, "route": route, "counted": True, "plain": plain}
-    return _trained(tensors, penalty, **numbers, **how)
+    return _trained(
+        x,
+        (w_gate, w_up, w_down),
+        (b_gate, b_up, b_down),
+        penalty,
+        slots=slots,
+        tile=tile,
+        density=density,
+        sources=sources,
+        route=route,
+        counted=True,
+        plain=plain,
+    )
 
 
 def _trained(
-    tensors: tuple[Tensor | None, ...],
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
     penalty: Tensor | float | None,
     *,
     slots: int,
@@ -159,10 +177,9 @@ def _trained(
     counted: bool,
     plain: Callable[..., tuple[Tensor, Tensor | None]] = plain_train_ffn,
 ) -> tuple[Tensor, Tensor | None]:
-    """`train_ffn` of x, weights and biases; `counted`: whether the count is wanted."""
+    """`train_ffn` of gate, up and down; `counted`: whether the count is wanted."""
     if not torch.compiler.is_compiling():
         check_numbers(slots, tile)  # the operator asks again
-    x, weights, biases = tensors[0], tensors[1:4], tensors[4:]
     if isinstance(penalty, Tensor):
         penalty = penalty.to(x.device, torch.float32)
     N, K = weights[0].shape  # and not of x, whose sizes may be symbols of a compiler

@@ -119,16 +119,17 @@ class Onto(TypedDict, total=False):
 
 def in_one(*tensors: Tensor | None) -> Tensor | None:
     """One view of `tensors` `[n, ...]` that lie behind one another; None where they do not."""
-    if any(tensor is None or not tensor.is_contiguous() for tensor in tensors):
+    there = [tensor for tensor in tensors if tensor is not None and tensor.is_contiguous()]
+    if len(there) < len(tensors):
         return None
-    first, *others = tensors
+    first, *others = there
     end = first.storage_offset() + first.numel()
     for tensor in others:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if not same or tensor.shape[1:] != first.shape[1:] or tensor.storage_offset() != end:
             return None
         end += tensor.numel()
-    rows = sum(tensor.shape[0] for tensor in tensors)
+    rows = sum(tensor.shape[0] for tensor in there)
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
@@ -145,8 +146,9 @@ def lay_together(*layers: nn.Linear) -> None:
     layer writes the storage of all. What not all have stays as it is.
     """
     for name in ("weight", "bias", "weight_scale"):
-        parts = [getattr(layer, name, None) for layer in layers]
-        if any(part is None for part in parts) or in_one(*parts) is not None:
+        found: list[Tensor | None] = [getattr(layer, name, None) for layer in layers]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(layers) or in_one(*parts) is not None:
             continue
         with torch.inference_mode(parts[0].is_inference()):  # a tensor of their own kind
             whole = torch.cat([part.data for part in parts])
