@@ -173,14 +173,20 @@ def test_a_number_that_is_not_on_the_host_yet_is_read_from_the_device():
 
 
 def test_gradients_of_heavy_rows_are_part_of_the_pass(heavy):
-    """Sums begin with theirs, and those of their x are in place of what the lists leave there."""
+    """The kernels' sums begin with theirs, and their x gets them in place of what lists leave."""
     heavy += [2, 40]
-    made, found = passes(300, 64, 520, Wanted())
-    assert not found.x[heavy].any()  # of weights that are 0
-    args = {name: args for name, _, _, args, _ in made}
+    kernels, penalty = Launches(), torch.full((1,), 0.5)
+    x, grad_y, ffn = heavy_problem(300, 64, 520)
+    _, _, kept = forward(kernels, H200, x, ffn, 16)
+    found = backward(kernels, H200, x, ffn, grad_y, penalty, kept, 16, Wanted(), torch.bfloat16)
+    own = heavy_grads(x, grad_y, ffn, torch.tensor(heavy), penalty, window=16)
+    assert own.x.any()
+    assert torch.equal(found.x[heavy], own.x)
+    args = {name: args for name, _, _, args, _ in kernels.made}
     sums = *args["grad_gate_up"][11:13], args["grad_down"][11]
-    assert [(t.dtype, t.shape) for t in sums] == [(torch.float32, (520, 64))] * 3
-    assert not any(t.any() for t in sums)
+    for given, wanted in zip(sums, (own.w_gate, own.w_up, own.w_down), strict=True):
+        assert wanted.any()
+        assert torch.equal(given, wanted)
 
 
 # ---- the plain path
