@@ -41,6 +41,12 @@ struct alignas(16) AtHand {
     int counts[TOKENS];
     unsigned short gates[kNeurons * TOKENS];  // 0 where nothing fired
 
+    // All are listed, none has fired yet.
+    __device__ __forceinline__ void begin() {
+        if (threadIdx.x < kRowBlocks) fired[threadIdx.x] = 0;
+        if (threadIdx.x < kNeurons) list[threadIdx.x] = threadIdx.x;
+    }
+
     // The list of all that fired; how many.
     __device__ __forceinline__ int make_list() {
         int before = 0, num = 0;
@@ -104,92 +110,63 @@ __device__ constexpr unsigned needed_bytes(int M, int, int K) {
     return SIZES::kBytes + sizeof(AtHand<few::kOctet * SIZES::kOctets>) + SIZES::x_bytes(M, K);
 }
 
+// What a launch is given, and what a block does with it.
 template <class SIZES>
-__device__ __forceinline__ void hidden_state(
-    const unsigned short* x, const typename SIZES::Weight::Memory* w_gate,
-    const typename SIZES::Weight::Memory* w_up, const typename SIZES::Weight::Memory* w_down,
-    const unsigned short* b_gate, const unsigned short* b_up, int M, int N, int K,
-    unsigned short* hidden, unsigned short* fired, int* counts, const float* gate_scale,
-    const float* up_scale) {
+struct Hidden {
+    static constexpr int kTokens = few::kOctet * SIZES::kOctets;
     using Weight = typename SIZES::Weight;
+    using Memory = typename Weight::Memory;
     using Rows = few::ListedRows<Weight>;
-    constexpr int kTokens = few::kOctet * SIZES::kOctets;
-    extern __shared__ uint4 memory[];
-    if (dynamic_smem_bytes() < needed_bytes<SIZES>(M, N, K)) __trap();
-    AtHand<kTokens>& hand =
-        *reinterpret_cast<AtHand<kTokens>*>(reinterpret_cast<char*>(memory) + SIZES::kBytes);
-    const few::Share share((N + few::kRows - 1) / few::kRows);
-    if (threadIdx.x < kTokens) hand.counts[threadIdx.x] = 0;
-    const unsigned address = opaque(smem_address(memory));
-    const unsigned x_address = address + SIZES::kBytes + sizeof(AtHand<kTokens>);
+    using Hand = AtHand<kTokens>;
 
+    const unsigned short* x;
+    const Memory *w_gate, *w_up, *w_down;
+    const unsigned short *b_gate, *b_up;
+    int M, N, K;
+    unsigned short *hidden, *fired;
+    int* counts;
+    const float *gate_scale, *up_scale;
+
+    __device__ __forceinline__ void run() const {
+        extern __shared__ uint4 memory[];
+        if (dynamic_smem_bytes() < needed_bytes<SIZES>(M, N, K)) __trap();
+        Hand& hand = *reinterpret_cast<Hand*>(reinterpret_cast<char*>(memory) + SIZES::kBytes);
+        const few::Share share((N + few::kRows - 1) / few::kRows);
+        if (threadIdx.x < kTokens) hand.counts[threadIdx.x] = 0;
+        const unsigned address = opaque(smem_address(memory));
 #pragma unroll 1
-    for (int begin = share.begin; begin < share.end; begin += kRowBlocks) {
+        for (int begin = share.begin; begin < share.end; begin += kRowBlocks)
+            take(hand, address, begin, min(kRowBlocks, share.end - begin), begin == share.begin);
+        finish(hand);
+    }
+
+  private:
+    // Of gate or of up, and from which neuron on.
+    struct Side {
+        const unsigned short* bias;
+        const float* scale;
+        int first_neuron;
+    };
+
+    // Of the neurons of row blocks from `begin` on the gates of all; then, by the same code, up of
+    // those that fired.
+    __device__ __forceinline__ void take(Hand& hand, unsigned address, int begin, int num_blocks,
+                                         bool are_first) const {
         const int first_neuron = begin * few::kRows;
         const long long start = static_cast<long long>(first_neuron) * K;
-        const int num_blocks = min(kRowBlocks, share.end - begin);
-        if (threadIdx.x < kRowBlocks) hand.fired[threadIdx.x] = 0;
-        if (threadIdx.x < kNeurons) hand.list[threadIdx.x] = threadIdx.x;
+        hand.begin();
         __syncthreads();
-
-        // the gates of all; then, by the same code, up of those that fired
         Rows rows = {Weight::at(w_gate, start), min(num_blocks * few::kRows, N - first_neuron),
                      smem_address(hand.list)};
 #pragma unroll 1
         for (int is_up = 0; is_up < 2; ++is_up) {
-            const unsigned short* bias = is_up ? b_up : b_gate;
-            const float* scale = is_up ? up_scale : gate_scale;
+            const Side of = {is_up ? b_up : b_gate, is_up ? up_scale : gate_scale, first_neuron};
             // of one token, and few neurons, a warp takes a row: that saves two exchanges
             if (SIZES::kOctets == 1 && is_up && M == 1 && rows.num <= kWarpRows) {
-                fetch_into_l2<Weight>(Weight::at(w_down, start), hand.list, rows.num, K);
-                for (int i = threadIdx.x / 32; i < rows.num; i += few::kWarps) {
-                    const int n = hand.list[i];
-                    float up = dot_of_warp<Weight>(
-                        x, Weight::at(rows.weight, static_cast<long long>(n) * K), K);
-                    up = Weight::scaled(up, scale, first_neuron + n);
-                    if (bias) up += bf16_value(bias[first_neuron + n]);
-                    if (threadIdx.x % 32 == 0)
-                        hidden[static_cast<long long>(first_neuron + n) * kTokens] =
-                            static_cast<unsigned short>(bf16_bits(
-                                bf16_value(hand.gates[n * kTokens]) * rounded(up)));
-                }
+                multiply_by_warps(hand, rows, of);
                 break;
             }
-            few::Product<SIZES, Rows> product(address, x_address, x, M, K, rows);
-            product.begin();
-            if (is_up) fetch_into_l2<Weight>(Weight::at(w_down, start), hand.list, rows.num, K);
-            if (!is_up && begin == share.begin) {
-                wait_for_previous();
-                let_next_start();
-                product.begin_x();
-                product.settle_x();
-            }
-            product.run([&](int first, int num) {
-                product.for_each(num, [&](int block, int row, int token) {
-                    const int place = (first + block) * few::kRows + row;
-                    const bool is_there = place < rows.num && token < M;
-                    const int n = is_up && is_there ? hand.list[place] : place;
-                    float sum = is_there ? product.sum(block, row, token) : 0.f;
-                    if (is_there) sum = Weight::scaled(sum, scale, first_neuron + n);
-                    if (bias && is_there) sum += bf16_value(bias[first_neuron + n]);
-                    unsigned bits = is_there ? bf16_bits(sum) : 0;
-                    unsigned short& gate = hand.gates[n * kTokens + token];
-                    if (is_up) {
-                        if (!is_there) return;
-                        bits = gate ? bf16_bits(bf16_value(gate) * bf16_value(bits)) : 0;
-                        hidden[static_cast<long long>(first_neuron + n) * kTokens + token] =
-                            static_cast<unsigned short>(bits);
-                        return;
-                    }
-                    if (!fires(bf16_value(bits))) bits = 0;
-                    gate = static_cast<unsigned short>(bits);
-                    if (bits && counts) atomicAdd(&hand.counts[token], 1);
-                    const unsigned half_warp = 0xffffu << (threadIdx.x & 16);
-                    const unsigned all = __ballot_sync(half_warp, bits != 0) & half_warp;
-                    if (row == 0 && all)
-                        atomicOr(&hand.fired[first + block], all >> (threadIdx.x & 16));
-                });
-            });
+            multiply(hand, address, rows, of, is_up, !is_up && are_first);
             if (is_up) break;
             rows.weight = Weight::at(w_up, start), rows.num = hand.make_list();
             if (threadIdx.x < num_blocks)
@@ -198,14 +175,91 @@ __device__ __forceinline__ void hidden_state(
         }
         __syncthreads();
     }
-    const int num_blocks = (N + few::kRows - 1) / few::kRows;
-    if (blockIdx.x == 0 && num_blocks + threadIdx.x < (num_blocks + 1) / 2 * 2)
-        fired[num_blocks + threadIdx.x] = 0;
-    if (counts && static_cast<int>(threadIdx.x) < M) {
-        const int own = hand.counts[threadIdx.x];
-        if (own) atomicAdd(counts + threadIdx.x, own);
+
+    // Up of the list's neurons, of one token, a warp a row.
+    __device__ __forceinline__ void multiply_by_warps(const Hand& hand, const Rows& rows,
+                                                      const Side& of) const {
+        fetch_down(hand, rows, of.first_neuron);
+        for (int i = threadIdx.x / 32; i < rows.num; i += few::kWarps) {
+            const int n = hand.list[i];
+            const auto* row = Weight::at(rows.weight, static_cast<long long>(n) * K);
+            float up = dot_of_warp<Weight>(x, row, K);
+            up = Weight::scaled(up, of.scale, of.first_neuron + n);
+            if (of.bias) up += bf16_value(of.bias[of.first_neuron + n]);
+            if (threadIdx.x % 32 == 0)
+                hidden[static_cast<long long>(of.first_neuron + n) * kTokens] =
+                    static_cast<unsigned short>(
+                        bf16_bits(bf16_value(hand.gates[n * kTokens]) * rounded(up)));
+        }
     }
-}
+
+    // The gates of the neurons at hand, or up of the list's. The product that `is_first` waits for x.
+    __device__ __forceinline__ void multiply(Hand& hand, unsigned address, const Rows& rows,
+                                             const Side& of, int is_up, bool is_first) const {
+        few::Product<SIZES, Rows> product(address, address + SIZES::kBytes + sizeof(Hand), x, M, K,
+                                          rows);
+        product.begin();
+        if (is_up) fetch_down(hand, rows, of.first_neuron);
+        if (is_first) {
+            wait_for_previous();
+            let_next_start();
+            product.begin_x();
+            product.settle_x();
+        }
+        product.run([&](int first, int num) {
+            product.for_each(num, [&](int block, int row, int token) {
+                const int place = (first + block) * few::kRows + row;
+                const bool is_there = place < rows.num && token < M;
+                const int n = is_up && is_there ? hand.list[place] : place;
+                float sum = is_there ? product.sum(block, row, token) : 0.f;
+                if (is_there) sum = Weight::scaled(sum, of.scale, of.first_neuron + n);
+                if (of.bias && is_there) sum += bf16_value(of.bias[of.first_neuron + n]);
+                const unsigned bits = is_there ? bf16_bits(sum) : 0;
+                unsigned short& gate = hand.gates[n * kTokens + token];
+                if (!is_up)
+                    keep_gate(hand, gate, first + block, row, token, bits);
+                else if (is_there)
+                    keep_hidden(gate, of.first_neuron + n, token, bits);
+            });
+        });
+    }
+
+    // Rows of W_down of the list's neurons, which will be wanted soon.
+    __device__ __forceinline__ void fetch_down(const Hand& hand, const Rows& rows,
+                                               int first_neuron) const {
+        const long long start = static_cast<long long>(first_neuron) * K;
+        fetch_into_l2<Weight>(Weight::at(w_down, start), hand.list, rows.num, K);
+    }
+
+    // What of a gate's bits is kept, and that its neuron fired; by a half warp for the 16 rows.
+    __device__ __forceinline__ void keep_gate(Hand& hand, unsigned short& gate, int row_block,
+                                              int row, int token, unsigned bits) const {
+        if (!fires(bf16_value(bits))) bits = 0;
+        gate = static_cast<unsigned short>(bits);
+        if (bits && counts) atomicAdd(&hand.counts[token], 1);
+        const unsigned half_warp = 0xffffu << (threadIdx.x & 16);
+        const unsigned all = __ballot_sync(half_warp, bits != 0) & half_warp;
+        if (row == 0 && all) atomicOr(&hand.fired[row_block], all >> (threadIdx.x & 16));
+    }
+
+    __device__ __forceinline__ void keep_hidden(unsigned gate, int neuron, int token,
+                                                unsigned up) const {
+        const unsigned bits = gate ? bf16_bits(bf16_value(gate) * bf16_value(up)) : 0;
+        hidden[static_cast<long long>(neuron) * kTokens + token] =
+            static_cast<unsigned short>(bits);
+    }
+
+    // The half of a word of `fired` that no row block has; and the counts.
+    __device__ __forceinline__ void finish(const Hand& hand) const {
+        const int num_blocks = (N + few::kRows - 1) / few::kRows;
+        if (blockIdx.x == 0 && num_blocks + threadIdx.x < (num_blocks + 1) / 2 * 2)
+            fired[num_blocks + threadIdx.x] = 0;
+        if (counts && static_cast<int>(threadIdx.x) < M) {
+            const int own = hand.counts[threadIdx.x];
+            if (own) atomicAdd(counts + threadIdx.x, own);
+        }
+    }
+};
 
 }  // namespace
 
@@ -216,9 +270,9 @@ __device__ __forceinline__ void hidden_state(
              const unsigned short* b_gate, const unsigned short* b_up, int M, int N, int K,   \
              unsigned short* hidden, unsigned short* fired, int* counts,                      \
              const float* gate_scale, const float* up_scale) {                                \
-        hidden_state<few::Sizes<Weight, __VA_ARGS__>>(x, w_gate, w_up, w_down, b_gate, b_up, M, N, \
-                                                     K, hidden, fired, counts, gate_scale,    \
-                                                     up_scale);                               \
+        Hidden<few::Sizes<Weight, __VA_ARGS__>>{x, w_gate, w_up, w_down, b_gate, b_up, M, N, K,   \
+                                                hidden, fired, counts, gate_scale, up_scale}      \
+            .run();                                                                           \
     }
 
 TWELL_ENTRIES(TWELL_FEW_HIDDEN)
