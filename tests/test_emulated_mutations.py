@@ -213,7 +213,7 @@ MORE = (
         RACE,
         (
             "no wait for other warps' candidates",
-            "                if (FORM != kDenseForm) sync_consumers();\n",
+            "        if (FORM != kDenseForm) sync_consumers();\n",
         ),
     ),
     of(
@@ -254,7 +254,7 @@ MORE = (
         step,
         "decode/step_products.cuh",
         "being read",
-        ("no wait for the ring", "barrier_wait(empty(to), refill);"),
+        ("no wait for the ring", "barrier_wait(empty(asked.to), asked.refill);"),
     ),
     of(
         step,

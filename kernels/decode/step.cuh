@@ -11,48 +11,52 @@
 //   counts      int32 [num_layers]: neurons that fired
 //   logits      float32 [V]
 //
-// One token needs 60 MB of weights a layer (of K 2048 in bf16), and each multiplies one number:
-// time goes by how fast they stream in. So a ninth warp asks for them all the time, matrix after
-// matrix and layer after layer, into a ring of some 190 KB (`produce`), while the eight others wait
-// for each other's results:
+// A layer has some 60 MB of weights (of K 2048 in bf16), and for one token each weight is multiplied
+// once: the step takes as long as reading them. So a ninth warp requests weights all the time, matrix
+// after matrix and layer after layer, into a ring of some 190 KB (`produce`), while the eight other
+// warps wait for results of other blocks (`consume`):
 //
 //     x -> norm -> q, k, v ->  attend  -> o, onto x -> norm -> gate -> what fired -> up, down -> sum
 //       all            a head's        all             all        own                all        own
 //
-// with below each arrow whose results a block waits for: of all blocks, or of those that have a
-// head, or its own. The block that finds that a neuron fires brings its rows of up and down
-// (step_rows.cuh), and tells what they add to y; of all blocks' parts a block adds up the columns it
-// has. These five handings over are words with tags (step_words.cuh): there is no barrier over the
+// Below each arrow stands whose results a block waits for: those of all blocks, of the blocks that
+// have a head, or its own. A block that finds that a neuron fires reads its rows of up and down
+// (step_rows.cuh) and writes what they add to y. Of its own columns of y a block adds up the parts of
+// all blocks. These five exchanges use words with tags (step_words.cuh): there is no barrier over the
 // GPU, and no fence.
 //
-// Neurons that share one gate, a fit's map, lie behind the others. Each block has as many of them, and
-// their gate beside its own ones; they fire together, so the ring brings them as in the dense form. The
-// form "screened" reads of the gate a copy in 4 bits, and the rows that this lets through
-// (step_screen.cuh).
+// Neurons that share one gate, the linear map of a fit, come last. Each block has as many of them as
+// the others, and their gate next to its own gates. They fire together, so the ring brings their rows,
+// as in the dense form. The form "screened" reads a copy of the gate in 4 bits, and those rows of the
+// gate that the copy does not rule out (step_screen.cuh).
 //
-// What decides (README.md tells the times):
-// - Weights on their way are few, kAhead units a block: as many as keep the memory busy. What is
-//   asked for beyond stands before all else that is asked for later, words too. So next to nothing of
-//   the next layer is asked for before the rows of this one are there.
-// - Not a word of local memory. Beside that much shared memory L1 has 28 KB for 288 threads' stacks.
-// - Weights go from the ring to the tensor cores as they lie, four units at a time, the first four
-//   before x is there.
-// - Code is shared by the three products of a layer, and short.
+// What makes it fast (MEASURED.md has the times):
+// - Only kAhead units of a block are on their way at a time, which keeps the memory busy. Memory
+//   answers requests in their order: if more weights were requested, later requests, those for words
+//   included, would wait for them. For the same reason the ring requests only kEager units of the
+//   next layer before the rows of this layer's fired neurons have arrived.
+// - No local memory is used: with so much shared memory, L1 has 28 KB left for the stacks of 288
+//   threads.
+// - Weights go from the ring to the tensor cores as they lie, four units at a time. The first four
+//   are read before x has arrived.
+// - The three products of a layer share their code, which is short.
 //
 // Weights of 8 bits (tile/weights.cuh) take half the bytes, so a unit has twice the rows, or half the
-// bytes. e4m3 becomes f16 on its way to the tensor cores, by one instruction for two; x is f16 there,
-// times a power of two for each warp and product. The scales of rows come with the rows, those of the
-// columns of y are asked for when the gates are through. The head stays bf16: its units are as long,
-// of fewer rows.
+// bytes. e4m3 becomes f16 on its way to the tensor cores, by one instruction for two weights; x is f16
+// there, too, times a power of two for each warp and product. The scales of rows come with the rows.
+// The scales of the columns of y are requested as soon as the gates are known. The head stays bf16:
+// its units have as many bytes, and fewer rows.
 //
-// Rounding is as in the kernels for few tokens; sums have one order: the same bits each time.
+// Numbers are rounded where the kernels for few tokens round them. Sums are added in a fixed order, so
+// a step has the same bits each time.
 //
-// All blocks must run at the same time: no more than there are multiprocessors, and nothing else on
-// the GPU that waits for this to end.
+// All blocks must run at the same time: at most one block per multiprocessor, and nothing else on the
+// GPU that waits for this kernel to end.
 //
-// Launch: step_K_DIM or step_K_DIM_dense, each also with _e4m3 behind it, or step_K_DIM_screened; one
-// block a multiprocessor, at least H and K / 4 / kOwnQuads of them; at most kMostRows rows of gate a
-// block; 288 threads; Block::kBytes of dynamic shared memory.
+// Launch: step_K_DIM, step_K_DIM_dense or step_K_DIM_screened, the first two also with the end of
+// another kind of weights (_e4m3); one block per multiprocessor, at least H and K / 4 / kOwnQuads of
+// them; at most kMostRows rows of the gate per block; 288 threads; Block::kBytes of dynamic shared
+// memory.
 #pragma once
 
 #include "decode/step_ffn.cuh"
@@ -136,62 +140,77 @@ struct Step : Neurons {
             // 0: q, k and v, or the head, if it is as they are; 1: o; 2: gate
 #pragma unroll 1
             for (int phase = 0; phase < 3; ++phase) {
-                const bool screens = FORM == kScreenedForm && phase == 2;
                 const Share share(division(l == L ? 3 : phase),
                                   phase == 1 || l == L ? block() : turned);
-                if constexpr (FORM == kScreenedForm)
-                    if (screens) {
-                        await_x(x, norm, l, phase, tag);
-                        sync_consumers();
-                        screen(layer(l), share.first, share.num);
-                        // the map's units wait for what was there before them, which not all warps saw
-                        if (mapped().num > 0) sync_consumers();
-                    }
-                int num_units = screens ? 0 : share.num * kQuadUnits;
-                if (FORM != kDenseForm && phase == 2 && mapped().num > 0)
-                    num_units += (1 + mapped().num) * kQuadUnits;
-                if constexpr (Weight::kRowScales)
-                    if (FORM == kSparseForm && phase == 2) fetch_up_scales(layer(l), share);
-                Taken<Weight> taken = {};  // or it would be kept from phase to phase
-                // the first units are taken before x is there
-#pragma unroll 1
-                for (int i = -kTake; i < num_units; i += kTake) {
-                    float parts[kTake] = {};
-                    if (i >= 0)
-#pragma unroll
-                        for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
-                    if (i + kTake < num_units) take(taken, min(kTake, num_units - i - kTake));
-                    if (i < 0) {
-                        if (!screens) await_x(x, norm, l, phase, tag);
-                        continue;
-                    }
-                    const int row = i * kUnitRows % kMostSums, num = min(kTake, num_units - i);
-                    store_sums<Weight>(parts, num, sums() + row * kWarps);
-                    if (row + kTake * kUnitRows < kMostSums && i + kTake < num_units) continue;
-                    if (phase == 2) break;
-                    sync_consumers();
-                    if (thread() < row + num * kUnitRows)
-                        use_sum(layer(l), l, phase,
-                                kQuad * share.first + i * kUnitRows - row + thread(), tag);
-                    sums_at ^= 1;
-                }
-                if (l == L) {
-                    if (block() == 0 && thread() == 0) *args.epoch = epoch + L;
-                    return;
-                }
+                multiply(x, norm, l, phase, share, tag);
+                if (l == L) return end_step(epoch);
                 if (phase == 0 && attends) attend_head<DIM>(layer(l), tag);
                 if (phase < 2) continue;
-                if (FORM == kSparseForm && Weight::kRowScales) wait_for_copies<0>();
-                if (FORM != kDenseForm) sync_consumers();
-                if constexpr (Weight::kRowScales) fetch_column_scale(layer(l), own);
-                if constexpr (FORM != kDenseForm)
-                    // made anew: kept through the product it takes registers
-                    ffn<FORM>(layer(l), Share(division(2), opaque(turned)), tag, args.counts + l);
-                else
-                    ffn_dense(layer(l), share, x, tag, args.counts + l);
-                add_parts(layer(l), own, tag);
+                finish_layer(x, l, share, turned, own, tag);
             }
         }
+    }
+
+    // The product of a phase. Its sums become what `use_sum` makes of them, or, those of the gate,
+    // stay where they are.
+    __device__ __forceinline__ void multiply(X& x, uint4 (&norm)[kEights], int l, int phase,
+                                             const Share& share, unsigned tag) {
+        const bool screens = FORM == kScreenedForm && phase == 2;
+        if constexpr (FORM == kScreenedForm)
+            if (screens) {
+                await_x(x, norm, l, phase, tag);
+                sync_consumers();
+                screen(layer(l), share.first, share.num);
+                // the map's units wait for what was there before them, which not all warps saw
+                if (mapped().num > 0) sync_consumers();
+            }
+        int num_units = screens ? 0 : share.num * kQuadUnits;
+        if (FORM != kDenseForm && phase == 2 && mapped().num > 0)
+            num_units += (1 + mapped().num) * kQuadUnits;
+        if constexpr (Weight::kRowScales)
+            if (FORM == kSparseForm && phase == 2) fetch_up_scales(layer(l), share);
+        Taken<Weight> taken = {};  // or it would be kept from phase to phase
+        // the first units are taken before x is there
+#pragma unroll 1
+        for (int i = -kTake; i < num_units; i += kTake) {
+            float parts[kTake] = {};
+            if (i >= 0)
+#pragma unroll
+                for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
+            if (i + kTake < num_units) take(taken, min(kTake, num_units - i - kTake));
+            if (i < 0) {
+                if (!screens) await_x(x, norm, l, phase, tag);
+                continue;
+            }
+            const int row = i * kUnitRows % kMostSums, num = min(kTake, num_units - i);
+            store_sums<Weight>(parts, num, sums() + row * kWarps);
+            if (row + kTake * kUnitRows < kMostSums && i + kTake < num_units) continue;
+            if (phase == 2) break;
+            sync_consumers();
+            if (thread() < row + num * kUnitRows)
+                use_sum(layer(l), l, phase, kQuad * share.first + i * kUnitRows - row + thread(),
+                        tag);
+            flip_sums();
+        }
+    }
+
+    // Behind the gates' sums: the layer's FFN, onto x, to all blocks.
+    __device__ __forceinline__ void finish_layer(const X& x, int l, const Share& share, int turned,
+                                                 const Share& own, unsigned tag) {
+        if (FORM == kSparseForm && Weight::kRowScales) wait_for_copies<0>();
+        if (FORM != kDenseForm) sync_consumers();
+        if constexpr (Weight::kRowScales) fetch_column_scale(layer(l), own);
+        if constexpr (FORM != kDenseForm)
+            // made anew: kept through the product it takes registers
+            ffn<FORM>(layer(l), Share(division(2), opaque(turned)), tag, args.counts + l);
+        else
+            ffn_dense(layer(l), share, x, tag, args.counts + l);
+        add_parts(layer(l), own, tag);
+    }
+
+    // The next step waits for the next tags.
+    __device__ __forceinline__ void end_step(unsigned epoch) const {
+        if (block() == 0 && thread() == 0) *args.epoch = epoch + args.num_layers;
     }
 
     // The head, whose weights are bf16, where the layers' are not.
@@ -216,9 +235,9 @@ struct Step : Neurons {
             sync_consumers();
             if (thread() < row + num * kRows)
                 use_sum(layer(L), L, 0, kQuad * share.first + i * kRows - row + thread(), tag);
-            sums_at ^= 1;
+            flip_sums();
         }
-        if (block() == 0 && thread() == 0) *args.epoch = epoch + L;
+        end_step(epoch);
     }
 
     // The phase's x, normalised but for o; and the weights of the next norm are asked for.

@@ -234,9 +234,12 @@ struct Block {
     __device__ __forceinline__ const Layer& layer(int l) const {
         return at<Layer>(kLayers)[l % kLayersKept];
     }
+    // Sums of warps lie in two places by turns: while those in the one are still being read, the next
+    // product may write the other.
     __device__ __forceinline__ float* sums() const {
         return at<float>(kSums) + sums_at * (kMostSums * kWarps);
     }
+    __device__ __forceinline__ void flip_sums() { sums_at ^= 1; }
 
     // Behind the neurons that have gates of their own are those that share one: where, and the
     // block's quads of them.

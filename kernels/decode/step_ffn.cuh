@@ -114,7 +114,7 @@ struct Neurons : Screened {
             of_map += kQuad * share.num * kWarps;
             num = list_fired(layer, share, list, gates);
         }
-        sums_at ^= 1;
+        flip_sums();
         make_hidden(layer, share, num, list, gates, hidden);
         float y[kEights][8] = {};
         add_rows(y, layer, list, hidden, num, [&] {
@@ -127,7 +127,7 @@ struct Neurons : Screened {
     // Of up's product, which is made here; the gates' sums lie in the other half of the room.
     __device__ __forceinline__ void ffn_dense(const Layer& layer, const Share& share,
                                               const X& x, unsigned tag, int* count) {
-        sums_at ^= 1;
+        flip_sums();
         const int num_units = share.num * kQuadUnits;
 #pragma unroll 1
         for (int i = 0; i < num_units; i += kTake) {
@@ -144,16 +144,16 @@ struct Neurons : Screened {
         const int row = thread(), neuron = kQuad * share.first + row;
         if (row < kQuad * share.num) {
             float up = sum_of_warps(sums() + row * kWarps);
-            sums_at ^= 1;
+            flip_sums();
             float gate = sum_of_warps(sums() + row * kWarps);
-            sums_at ^= 1;
+            flip_sums();
             if (layer.gate_bias) gate += bf16_value(layer.gate_bias[neuron]);
             if (layer.up_bias) up += bf16_value(layer.up_bias[neuron]);
             gate = rounded(gate);
             if (fires(gate)) atomicAdd(count, 1);
             hidden[row] = fires(gate) ? rounded(gate * rounded(up)) : 0.f;
         }
-        sums_at ^= 1;
+        flip_sums();
         sync_consumers();
         float y[kEights][8] = {};
         add_units(y, num_units, [&](int row) { return hidden[row]; });

@@ -37,77 +37,15 @@ struct Products : Block {
     template <int FORM>
     __device__ __forceinline__ void produce() const {
         const unsigned long long policy = passing_by();
-        int num = 0, to = 0, watched = 0, turned = block();  // num: screened, of those on their way
-        unsigned refill = 1, landed = 0;  // parities
+        Asked asked = {0, 0, 0, 1, 0};
         const bool has_map = FORM != kDenseForm && mapped().num > 0;
-        int l = 0, kind = 0;
+        int l = 0, kind = 0, turned = block();
         bool of_map = false;
         Places places = places_of(0), next = places_of(1);
 #pragma unroll 1
         while (l <= args.num_layers) {
             const bool is_head = l == args.num_layers;
-            [[maybe_unused]] const Layer* layer = args.layers + (is_head ? 0 : l);
-            const bool screens = FORM == kScreenedForm && kind == kGate && !of_map && !is_head;
-            const void* weight = is_head         ? static_cast<const void*>(args.head)
-                                 : kind == kQkv  ? places.qkv
-                                 : kind == kOut  ? places.out
-                                 : screens       ? places.copy
-                                 : kind == kGate ? places.gate
-                                 : kind == kUp   ? places.up
-                                                 : places.down;
-            Share share(division(is_head ? 3 : of_map ? 4 : min(kind, kGate)),
-                        is_head || of_map || kind == kOut ? block() : turned);
-            if (of_map) {
-                if (kind == kGate) share = {0, min(share.num, 1)};
-                share.first += first_shared() / kQuad;
-            }
-            const int quad_units = screens    ? kScreenParts
-                                   : is_head ? Units<Bf16>::kQuadUnits
-                                             : kQuadUnits;
-            const int unit_bytes = screens ? kScreenBytes : kUnitBytes;
-            const auto unit = [&](int quad) {
-                return static_cast<const char*>(weight) +
-                       static_cast<long long>(quad) * (quad_units * unit_bytes);
-            };
-            const char* from = unit(share.first);
-            const float* scales = nullptr;  // of the next unit's rows
-            if constexpr (Weight::kRowScales)
-                if (!is_head && kind < kDown) scales = layer->scales_of(kind) + kQuad * share.first;
-            const int num_units = share.num * quad_units;
-            // what nobody waits for yet would stand before the rows that fired
-            const bool waits = FORM != kDenseForm && l > 0 && (kind == kQkv || is_head);
-            const int eager = min(kEager, num_units);
-            int row_block = 0, part = 0, screened = 0;  // of a warp each, and those before
-#pragma unroll 1
-            for (int i = 0; i < num_units; ++i, ++num, from += unit_bytes) {
-                if (waits && i == eager) barrier_wait(has_rows(), (l - 1) & 1);
-                if (FORM == kScreenedForm && screens) {
-                    from = unit(share.first + screened + row_block) + part * kScreenBytes;
-                    if (++row_block == min(kWarps, share.num - screened)) {
-                        row_block = 0;
-                        if (++part == kScreenParts) part = 0, screened += kWarps;
-                    }
-                }
-                barrier_wait(empty(to), refill);
-                if constexpr (FORM == kScreenedForm) {
-                    for (const int most = screens ? kScreenAhead : kAhead; num >= most; --num) {
-                        barrier_wait(full(watched), landed);
-                        if (++watched == kUnits) watched = 0, landed ^= 1;
-                    }
-                } else if (num >= kAhead) {
-                    barrier_wait(full(watched), landed);
-                    if (++watched == kUnits) watched = 0, landed ^= 1;
-                }
-                barrier_expect_bytes(full(to), unit_bytes + (scales ? kScaleBytes : 0));
-                copy_bulk(memory + kRing + to * kUnitBytes, from, unit_bytes, full(to), policy);
-                if constexpr (Weight::kRowScales)
-                    if (scales) {
-                        copy_bulk(scales_at(to), scales, kScaleBytes, full(to), policy);
-                        scales += kQuad;
-                    }
-                if (++to == kUnits) to = 0, refill ^= 1;
-            }
-            if (waits && eager == num_units) barrier_wait(has_rows(), (l - 1) & 1);
+            ask_for<FORM>(asked, matrix_of<FORM>(places, l, kind, of_map, turned), l, policy);
             if (has_map && kind == kGate && !of_map) {
                 of_map = true;  // the gate a second time, for the row of it that is shared
             } else if (++kind > (FORM == kDenseForm || of_map ? kDown : kGate) || is_head) {
@@ -124,6 +62,110 @@ struct Products : Block {
     __device__ __forceinline__ Places places_of(int l) const {
         const Layer& layer = args.layers[min(l, args.num_layers - 1)];
         return {layer.qkv, layer.out, layer.gate, layer.copy, layer.up, layer.down};
+    }
+
+    // The block's share of a matrix, in quads of rows, or in row blocks of the gate's copy.
+    struct Matrix {
+        const void* weight;
+        Share share;
+        int quad_units, unit_bytes;
+        const float* scales;  // of the share's first row, or null
+        int num_units;
+        bool screens;
+        bool waits;  // but for the first units, for the rows that fired in the layer before
+
+        __device__ __forceinline__ const char* unit(int quad) const {
+            return static_cast<const char*>(weight) +
+                   static_cast<long long>(quad) * (quad_units * unit_bytes);
+        }
+    };
+
+    template <int FORM>
+    __device__ __forceinline__ Matrix matrix_of(const Places& places, int l, int kind, bool of_map,
+                                                int turned) const {
+        const bool is_head = l == args.num_layers;
+        [[maybe_unused]] const Layer* layer = args.layers + (is_head ? 0 : l);
+        const bool screens = FORM == kScreenedForm && kind == kGate && !of_map && !is_head;
+        const void* weight = is_head         ? static_cast<const void*>(args.head)
+                             : kind == kQkv  ? places.qkv
+                             : kind == kOut  ? places.out
+                             : screens       ? places.copy
+                             : kind == kGate ? places.gate
+                             : kind == kUp   ? places.up
+                                             : places.down;
+        Share share(division(is_head ? 3 : of_map ? 4 : min(kind, kGate)),
+                    is_head || of_map || kind == kOut ? block() : turned);
+        if (of_map) {
+            if (kind == kGate) share = {0, min(share.num, 1)};
+            share.first += first_shared() / kQuad;
+        }
+        const int quad_units = screens    ? kScreenParts
+                               : is_head ? Units<Bf16>::kQuadUnits
+                                         : kQuadUnits;
+        const int unit_bytes = screens ? kScreenBytes : kUnitBytes;
+        const float* scales = nullptr;
+        if constexpr (Weight::kRowScales)
+            if (!is_head && kind < kDown) scales = layer->scales_of(kind) + kQuad * share.first;
+        // what nobody waits for yet would stand before those rows
+        const bool waits = FORM != kDenseForm && l > 0 && (kind == kQkv || is_head);
+        return {weight, share, quad_units, unit_bytes, scales, share.num * quad_units, screens, waits};
+    }
+
+    // What was asked for: units that are on their way (those before them are not looked at), the
+    // place in the ring of the next one, that of the next to be there, and their parities.
+    struct Asked {
+        int num, to, watched;
+        unsigned refill, landed;
+    };
+
+    // Unit after unit of a share.
+    template <int FORM>
+    __device__ __forceinline__ void ask_for(Asked& asked, const Matrix& matrix, int l,
+                                            unsigned long long policy) const {
+        const Share& share = matrix.share;
+        const char* from = matrix.unit(share.first);
+        const float* scales = matrix.scales;  // of the next unit's rows
+        const int num_units = matrix.num_units, unit_bytes = matrix.unit_bytes;
+        const int eager = min(kEager, num_units);
+        int row_block = 0, part = 0, screened = 0;  // of a warp each, and those before
+#pragma unroll 1
+        for (int i = 0; i < num_units; ++i, ++asked.num, from += unit_bytes) {
+            if (matrix.waits && i == eager) barrier_wait(has_rows(), (l - 1) & 1);
+            if (FORM == kScreenedForm && matrix.screens) {
+                from = matrix.unit(share.first + screened + row_block) + part * kScreenBytes;
+                if (++row_block == min(kWarps, share.num - screened)) {
+                    row_block = 0;
+                    if (++part == kScreenParts) part = 0, screened += kWarps;
+                }
+            }
+            barrier_wait(empty(asked.to), asked.refill);
+            await_landed<FORM>(asked, matrix.screens);
+            barrier_expect_bytes(full(asked.to), unit_bytes + (scales ? kScaleBytes : 0));
+            copy_bulk(memory + kRing + asked.to * kUnitBytes, from, unit_bytes, full(asked.to),
+                      policy);
+            if constexpr (Weight::kRowScales)
+                if (scales) {
+                    copy_bulk(scales_at(asked.to), scales, kScaleBytes, full(asked.to), policy);
+                    scales += kQuad;
+                }
+            if (++asked.to == kUnits) asked.to = 0, asked.refill ^= 1;
+        }
+        if (matrix.waits && eager == num_units) barrier_wait(has_rows(), (l - 1) & 1);
+    }
+
+    // Until fewer units are on their way than may be.
+    template <int FORM>
+    __device__ __forceinline__ void await_landed(Asked& asked, bool screens) const {
+        const auto await_next = [&] {
+            barrier_wait(full(asked.watched), asked.landed);
+            if (++asked.watched == kUnits) asked.watched = 0, asked.landed ^= 1;
+        };
+        if constexpr (FORM == kScreenedForm) {
+            for (const int most = screens ? kScreenAhead : kAhead; asked.num >= most; --asked.num)
+                await_next();
+        } else if (asked.num >= kAhead) {
+            await_next();
+        }
     }
 
     // Of the rows of a unit of the ring.
