@@ -130,7 +130,6 @@ def test_no_python_function_is_long():
     assert not long
 
 
-@pytest.mark.xfail(strict=False, reason="the step's products are still being taken apart")
 def test_no_cuda_function_is_long():
     long = [
         f"{path.relative_to(ROOT)}: {name} has {lines} lines"

@@ -22,10 +22,9 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     that some tokenizers put after a text (`add_eos_token`) is left out.
     """
     tokens, bos = tokenizer.encode(text, verbose=False), tokenizer.bos_token_id
-    if bos is not None and tokens[:2] == [bos, bos]:
-        tokens = tokens[1:]
-    ends = tokenizer.encode("a", verbose=False)[-1:] == [tokenizer.eos_token_id]
-    return tokens[:-1] if ends else tokens
+    if tokenizer.encode("a", verbose=False)[-1:] == [tokenizer.eos_token_id]:
+        tokens = tokens[:-1]
+    return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
 
 
 def opening_of(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
