@@ -79,7 +79,7 @@ def test_greedy_tokens_are_those_of_generate(tiny, prompts):
     scheduler = open_scheduler(model, max_running=5)
     assert ids_of(scheduler, prompts, Sampling(100, 0)) == known
     assert ids_of(scheduler, prompts, Sampling(100, 0)) == known
-    assert {4, 5} <= {B for B, _, _ in scheduler._batch._runs} <= {1, 2, 4, 5}
+    assert {4, 5} <= {B for B, *_ in scheduler._batch._runs} <= {1, 2, 4, 5}
     runs = scheduler._batch._runs.values()
     assert all(isinstance(run.__self__, torch.cuda.CUDAGraph) for run in runs)
 
@@ -201,7 +201,8 @@ def test_out_of_memory_in_a_prompt_fails_that_one(tiny, prompts):
     run = engine._scheduler.decoder.run
 
     def hungry(tokens, positions, tables, last=1):
-        if ((positions >= 0).sum(1) == 70).any():
+        is_prompt = positions.shape[1] > 1  # steps may be captured, which nothing is read in
+        if is_prompt and ((positions >= 0).sum(1) == 70).any():
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
         return run(tokens, positions, tables, last)
 

@@ -65,8 +65,15 @@ def heavy_grads(
             grad_h += hidden.sign() * penalty.to(grad_h.dtype)
         grad_gate = torch.where(fired, grad_h * up, 0)
         grad_up = torch.where(fired, grad_h * gate, 0)
-        sums[0] += grad_gate.t() @ x_rows
-        sums[1] += grad_up.t() @ x_rows
-        sums[2] += hidden.t() @ grad_y_rows
-        torch.addmm(grad_gate @ w_gate, grad_up, w_up, out=of_these)
+        sums[0] += _product(grad_gate.t(), x_rows)
+        sums[1] += _product(grad_up.t(), x_rows)
+        sums[2] += _product(hidden.t(), grad_y_rows)
+        of_these.copy_(_product(grad_gate, w_gate) + _product(grad_up, w_up))
     return HeavyGrads(rows, of_x, *sums)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """`a b` of bf16 matrices, float32: sums are not rounded before others are added to them."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
