@@ -32,7 +32,7 @@ for folder in ("kernels", "recipes", "twellctl"):
 GUIDES = [page for page in PAGES if page.name not in ("CHANGELOG.md", "LAB.md", "MEASURED.md")]
 MODELS = ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "owner/model")
 SMALL = {
-    "write": {"max_tokens": 8, "tokens": 600},
+    "write": {"max_tokens": 8, "tokens": 1200},
     "convert": {"tokens": 2000, "seq_len": 32, "steps": 2, "step_tokens": 64, "eval_windows": 2},
     "finetune": {
         "max_tokens": 256,

@@ -123,7 +123,7 @@ def test_what_is_measured_is_logged(tiny, timed, kernels, caplog):
     with caplog.at_level("INFO", logger=step_forms.__name__):
         way_of_step(open_decoder(tiny), kernels)
         way_of_step(open_decoder(tiny), kernels)
-    chosen = "steps of 4 rows, tables of 2 pages: union is the fastest, "
+    chosen = "steps of 4 rows, tables of 4 pages: union is the fastest, "
     whys = "ms: union 2.000, pairs 3.000, dense 4.000", "as measured before"
     assert [record.getMessage() for record in caplog.records] == [chosen + why for why in whys]
 
