@@ -13,7 +13,7 @@ from twellctl.bundle.twell_ffn import takes_training, train_ffn
 from twellctl.bundle.twell_grad_plan import make_grad_plan, training_cap
 from twellctl.bundle.twell_heavy_grads import heavy_grads, listed_rows, sent_to_host
 from twellctl.bundle.twell_plan import Limits, make_plan
-from twellctl.bundle.twell_training import Wanted, backward, forward
+from twellctl.bundle.twell_training import DOWN, GATE_UP, Wanted, backward, forward
 from twellctl.bundle.twell_weights import FFN, plain_weight
 
 H200 = Limits(132, 232448, (9, 0))
@@ -111,6 +111,9 @@ def test_gradients_have_the_dtype_of_the_weights(dtype):
 # ---- heavy rows
 
 
+WEIGHTS = (*GATE_UP, *DOWN)
+
+
 def whole_numbers(*shape: int, most: int = 1) -> Tensor:
     return torch.randint(-most, most + 1, shape).bfloat16()
 
@@ -140,13 +143,23 @@ def by_autograd(x: Tensor, grad_y: Tensor, ffn: FFN, penalty: float) -> list[Ten
 def test_gradients_of_any_number_of_heavy_rows(num):
     x, grad_y, ffn = heavy_problem(70, 64, 96)
     rows = torch.randperm(70)[:num].sort().values
-    found = heavy_grads(x, grad_y, ffn, rows, torch.full((1,), 0.5), window=16)
+    found = heavy_grads(x, grad_y, ffn, rows, torch.full((1,), 0.5), 16, WEIGHTS)
     wanted = by_autograd(x[rows], grad_y[rows], ffn, 0.5)
-    for name, want in zip(("x", "w_gate", "w_up", "w_down"), wanted, strict=True):
-        error = (getattr(found, name).double() - want).norm() / want.norm()
+    grads = {"x": found.x, **found.sums}
+    for name, want in zip(("x", *WEIGHTS), wanted, strict=True):
+        error = (grads[name].double() - want).norm() / want.norm()
         assert error < 0.01, name
-    sums = {found.w_gate.dtype, found.w_up.dtype, found.w_down.dtype}
+    sums = {grad.dtype for grad in found.sums.values()}
     assert (sums, found.x.dtype) == ({torch.float32}, torch.bfloat16)
+
+
+@pytest.mark.parametrize("names", [(), DOWN, GATE_UP], ids=str)
+def test_only_sums_that_are_wanted_are_made(names):
+    given = heavy_problem(70, 64, 96)
+    found, whole = (heavy_grads(*given, torch.arange(9), None, 16, of) for of in (names, WEIGHTS))
+    assert tuple(found.sums) == names
+    assert all(torch.equal(found.sums[name], whole.sums[name]) for name in names)
+    assert torch.equal(found.x, whole.x)
 
 
 def test_what_did_not_fire_has_no_gradient_even_if_up_is_not_finite():
@@ -154,9 +167,9 @@ def test_what_did_not_fire_has_no_gradient_even_if_up_is_not_finite():
     gate, up = ffn.gate.values, ffn.up.values
     gate[5], up[5] = -100 * x[1], 3e38 * x[1]
     assert (x[1] @ up[5]).isinf()
-    found = heavy_grads(x, grad_y, ffn, torch.tensor([1]), None, window=16)
-    assert all(t.isfinite().all() for t in (found.x, found.w_gate, found.w_up, found.w_down))
-    assert not found.w_gate[5].any()
+    found = heavy_grads(x, grad_y, ffn, torch.tensor([1]), None, 16, WEIGHTS)
+    assert all(grad.isfinite().all() for grad in (found.x, *found.sums.values()))
+    assert not found.sums["w_gate"][5].any()
 
 
 def test_heavy_rows_are_listed_in_order_and_as_many_as_there_are():
@@ -179,14 +192,47 @@ def test_gradients_of_heavy_rows_are_part_of_the_pass(heavy):
     x, grad_y, ffn = heavy_problem(300, 64, 520)
     _, _, kept = forward(kernels, H200, x, ffn, 16)
     found = backward(kernels, H200, x, ffn, grad_y, penalty, kept, 16, Wanted(), torch.bfloat16)
-    own = heavy_grads(x, grad_y, ffn, torch.tensor(heavy), penalty, window=16)
+    own = heavy_grads(x, grad_y, ffn, torch.tensor(heavy), penalty, 16, WEIGHTS)
     assert own.x.any()
     assert torch.equal(found.x[heavy], own.x)
     args = {name: args for name, _, _, args, _ in kernels.made}
     sums = *args["grad_gate_up"][11:13], args["grad_down"][11]
-    for given, wanted in zip(sums, (own.w_gate, own.w_up, own.w_down), strict=True):
-        assert wanted.any()
-        assert torch.equal(given, wanted)
+    for given, name in zip(sums, WEIGHTS, strict=True):
+        assert own.sums[name].any()
+        assert torch.equal(given, own.sums[name])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (Wanted(w_gate=False, w_up=False, w_down=False), ()),  # as of a LoRA's FFN
+        (Wanted(w_gate=False, w_up=False), DOWN),
+        (Wanted(w_up=False, w_down=False), GATE_UP),  # one kernel makes both
+    ],
+)
+def test_a_pass_makes_sums_of_heavy_rows_that_are_wanted(heavy, monkeypatch, wanted, names):
+    heavy += [2, 40]
+    asked = []
+
+    def noted(*given):
+        asked.append(tuple(given[-1]))
+        return heavy_grads(*given)
+
+    monkeypatch.setattr(twell_training, "heavy_grads", noted)
+    passes(300, 64, 520, wanted)
+    assert asked == [names]
+
+
+@pytest.mark.parametrize(
+    ("M", "dtype", "are_there"),
+    [(300, torch.bfloat16, False), (300, torch.float32, True), (20000, torch.bfloat16, True)],
+)
+def test_sums_lie_where_panels_leave_them_or_they_are_the_result(M, dtype, are_there):
+    plan = make_plan(M, 264, 64, 16, training_cap(264), H200, training=True)
+    assert (make_grad_plan(plan, H200).token_panels > 1) == (M > 300)
+    args = {name: args for name, _, _, args, _ in passes(M, 64, 264, Wanted(), dtype)[0]}
+    sums = *args["grad_gate_up"][11:13], args["grad_down"][11]
+    assert [given is not None for given in sums] == [are_there] * 3
 
 
 # ---- the plain path

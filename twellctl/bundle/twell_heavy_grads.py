@@ -5,6 +5,7 @@ it has usually arrived before the backward pass asks for it. So the backward pas
 rows as there are, and none if there is none; but a CUDA graph cannot capture it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +17,12 @@ from .twell_weights import FFN
 
 @dataclass(frozen=True)
 class HeavyGrads:
-    """Of heavy rows alone: sums over them, float32 `[N, K]`, for the three weights, and the
-    gradients `[rows, K]` of their x."""
+    """Of heavy rows alone: the gradients `[rows, K]` of their x, and sums over them, float32
+    `[N, K]`, by the names of the weights that were asked for."""
 
     rows: Tensor
     x: Tensor
-    w_gate: Tensor
-    w_up: Tensor
-    w_down: Tensor
+    sums: dict[str, Tensor]
 
 
 def sent_to_host(heavy_count: Tensor) -> Tensor:
@@ -45,15 +44,23 @@ def listed_rows(heavy_rows: Tensor, heavy_count: Tensor, on_host: Tensor) -> Ten
 
 
 def heavy_grads(
-    x: Tensor, grad_y: Tensor, ffn: FFN, rows: Tensor, penalty: Tensor | None, window: int
+    x: Tensor,
+    grad_y: Tensor,
+    ffn: FFN,
+    rows: Tensor,
+    penalty: Tensor | None,
+    window: int,
+    names: Sequence[str],
 ) -> HeavyGrads:
     """The gradients of the heavy `rows` of x and grad_y, both `[M, K]` bf16.
 
     `penalty` float32 `[1]`: the weight of the sum of |h| in the loss. `window`: how many rows are
-    computed at a time.
+    computed at a time. `names`: of the weights whose sums are wanted, of "w_gate", "w_up" and
+    "w_down".
     """
     w_gate, w_up, w_down = ffn.gate.values, ffn.up.values, ffn.by_neurons
-    sums = [torch.zeros(ffn.N, ffn.K, dtype=torch.float32, device=x.device) for _ in range(3)]
+    size = ffn.N, ffn.K
+    sums = {name: torch.zeros(size, dtype=torch.float32, device=x.device) for name in names}
     of_x = x.new_empty(len(rows), ffn.K)
     for some, of_these in zip(rows.split(window), of_x.split(window), strict=True):
         x_rows, grad_y_rows = x[some], grad_y[some]
@@ -65,11 +72,16 @@ def heavy_grads(
             grad_h += hidden.sign() * penalty.to(grad_h.dtype)
         grad_gate = torch.where(fired, grad_h * up, 0)
         grad_up = torch.where(fired, grad_h * gate, 0)
-        sums[0] += _product(grad_gate.t(), x_rows)
-        sums[1] += _product(grad_up.t(), x_rows)
-        sums[2] += _product(hidden.t(), grad_y_rows)
+        factors = {
+            "w_gate": (grad_gate, x_rows),
+            "w_up": (grad_up, x_rows),
+            "w_down": (hidden, grad_y_rows),
+        }
+        for name, total in sums.items():
+            of_neurons, inputs = factors[name]
+            total += _product(of_neurons.t(), inputs)
         of_these.copy_(_product(grad_gate, w_gate) + _product(grad_up, w_up))
-    return HeavyGrads(rows, of_x, *sums)
+    return HeavyGrads(rows, of_x, sums)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ Sums are fp32; gradients of the weights come as fp32 or rounded once to bf16. Wh
 stands in grad_lists.cuh.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,10 +22,13 @@ from torch import Tensor
 from . import twell_grad_plan, twell_sequence
 from . import twell_spec as spec
 from .twell_heavy import heavy_products
-from .twell_heavy_grads import heavy_grads, listed_rows, sent_to_host
+from .twell_heavy_grads import HeavyGrads, heavy_grads, listed_rows, sent_to_host
 from .twell_launch import KernelSet
 from .twell_plan import PARTS_BLOCKS, Limits, ceil_div, make_plan
 from .twell_weights import FFN
+
+# the weights whose gradients one kernel adds up
+GATE_UP, DOWN = ("w_gate", "w_up"), ("w_down",)
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,10 @@ def backward(
     or bf16.
     """
     plan = make_training_plan(x.shape[0], ffn.N, ffn.K, slots, limits)
-    run = _Backward(kernels, limits, plan, x, ffn, grad_y, penalty, kept)
+    run = _Backward(kernels, limits, plan, x, ffn, grad_y, penalty, kept, wanted)
     found = Grads()
     if wanted.of_neurons:
-        found = run.of_neurons(wanted, weight_dtype)
+        found = run.of_neurons(weight_dtype)
     return replace(found, x=run.of_x()) if wanted.x else found
 
 
@@ -125,17 +129,27 @@ class _Backward:
         grad_y: Tensor,
         penalty: Tensor | None,
         kept: twell_sequence.PairLists,
+        wanted: Wanted,
     ):
         self.kernels, self.limits = kernels, limits
         self.of_pass, self.plan = plan, plan.plan
         self.x, self.ffn, self.grad_y, self.penalty, self.kept = x, ffn, grad_y, penalty, kept
-        rows = listed_rows(kept.heavy_rows, kept.heavy_count, kept.num_heavy)
-        window = twell_grad_plan.heavy_grad_window(plan.plan.M, ffn.N)
-        self.heavy = heavy_grads(x, grad_y, ffn, rows, penalty, window) if len(rows) else None
+        self.wanted = wanted
+        self.heavy = self._heavy_grads()
         self.values = kept.gate_up, self._pair_grads()
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.x.device)
+
+    def _heavy_grads(self) -> HeavyGrads | None:
+        """Of the heavy rows, if there are any."""
+        kept, wanted = self.kept, self.wanted
+        rows = listed_rows(kept.heavy_rows, kept.heavy_count, kept.num_heavy)
+        if not len(rows):
+            return None
+        window = twell_grad_plan.heavy_grad_window(self.plan.M, self.ffn.N)
+        names = (*(GATE_UP if wanted.gate_up else ()), *(DOWN if wanted.w_down else ()))
+        return heavy_grads(self.x, self.grad_y, self.ffn, rows, self.penalty, window, names)
 
     def _pair_grads(self) -> Tensor:
         """grad_gate | grad_up << 16 of each pair, by its place."""
@@ -156,10 +170,16 @@ class _Backward:
         )
         return grads
 
-    def _sums(self, *names: str) -> list[Tensor]:
-        """float32 `[N, K]`: sums over the heavy rows; without any the kernels do not read them."""
+    def _sums(self, names: Sequence[str], as_bf16: bool) -> list[Tensor | None]:
+        """float32 `[N, K]`: sums over the heavy rows, to which the kernels add, once for each.
+
+        Without heavy rows they hold anything: what panels leave for each other, and the result in
+        float32. None where neither is needed.
+        """
         if self.heavy is not None:
-            return [getattr(self.heavy, name) for name in names]
+            return [self.heavy.sums.pop(name) for name in names]
+        if as_bf16 and self.of_pass.token_panels == 1:
+            return [None for _ in names]
         size = self.plan.N, self.plan.K
         return [self._empty(*size, dtype=torch.float32) for _ in names]
 
@@ -169,7 +189,7 @@ class _Backward:
         masks = self._empty(ceil_div(rounds, 8), 16)
         return self._empty(fours * panels, 2), self._empty(rounds, 8), *values, masks
 
-    def of_neurons(self, wanted: Wanted, dtype: torch.dtype) -> Grads:
+    def of_neurons(self, dtype: torch.dtype) -> Grads:
         """Gradients that are summed over tokens."""
         plan, of_pass, kept = self.plan, self.of_pass, self.kept
         size = (plan.N, plan.K)
@@ -189,10 +209,13 @@ class _Backward:
             of_pass.lists_smem(rows),
         )
 
-        def add_up(name: str, of_rows: Tensor, values: Tensor, *sums: Tensor) -> list[Tensor]:
-            """The sums with those of the pairs added, in the dtype that is asked for."""
+        def add_up(
+            name: str, of_rows: Tensor, values: Tensor, names: Sequence[str]
+        ) -> list[Tensor | None]:
+            """The sums of these weights, in the dtype that is asked for."""
             as_bf16 = dtype != torch.float32
-            out = [self._empty(*size, dtype=dtype) if as_bf16 else None for _ in sums]
+            sums = self._sums(names, as_bf16)
+            out = [self._empty(*size, dtype=dtype) if as_bf16 else None for _ in names]
             self.kernels.launch(
                 name,
                 (plan.K // 16, of_pass.weight_splits),
@@ -203,13 +226,13 @@ class _Backward:
                 ),
                 of_pass.weights_smem,
             )
-            return out if as_bf16 else list(sums)
+            return out if as_bf16 else sums
 
         gate = up = down = None
-        if wanted.gate_up:
-            gate, up = add_up("grad_gate_up", self.x, pairs, *self._sums("w_gate", "w_up"))
-        if wanted.w_down:
-            (down,) = add_up("grad_down", self.grad_y, hidden, *self._sums("w_down"))
+        if self.wanted.gate_up:
+            gate, up = add_up("grad_gate_up", self.x, pairs, GATE_UP)
+        if self.wanted.w_down:
+            (down,) = add_up("grad_down", self.grad_y, hidden, DOWN)
         return Grads(None, gate, up, down)
 
     def of_x(self) -> Tensor:
