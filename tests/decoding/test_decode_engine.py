@@ -178,6 +178,36 @@ def test_a_failure_between_generations_fails_those_there_are(engine, monkeypatch
     assert "the engine failed" in caplog.text
 
 
+class Panic(BaseException):
+    """As a library in Rust raises it: no Exception."""
+
+
+def test_no_failure_in_a_capture_ends_the_engine(engine, monkeypatch):
+    async def ask() -> None:
+        with monkeypatch.context() as patched:
+
+            def panic(*inputs, **how):
+                raise Panic("called `Option::unwrap()` on a `None` value")
+
+            patched.setattr(engine._scheduler._batch, "_prepared", panic)
+            with pytest.raises(EngineError, match=r"Panic: called `Option::unwrap\(\)`"):
+                await asyncio.wait_for(tokens_of(engine, [1], 5), 10)
+        assert await asyncio.wait_for(tokens_of(engine, [1], 5), 10) == expected([1], 5)
+
+    asyncio.run(ask())
+    settled(engine)
+
+
+def test_who_had_ended_before_a_failure_hears_of_it(engine, monkeypatch):
+    """The round that gave the last token has failed later on."""
+
+    def fail(*inputs, **how):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine._scheduler._batch, "load", fail)
+    assert asyncio.run(asyncio.wait_for(tokens_of(engine, [1], 1), 10)) == expected([1], 1)
+
+
 def test_closing_ends_what_runs_and_takes_nothing_new(engine, decoder):
     async def ask() -> None:
         tokens = engine.generate([1], Sampling(900, 0))

@@ -102,7 +102,8 @@ class DecodeEngine:
         while self._take_in():
             try:
                 events = self._scheduler.advance()
-            except Exception as error:  # of the device, outside of any one generation
+            # of the device, outside of any one generation; a panic of a library is no Exception
+            except BaseException as error:
                 logger.exception("the engine failed")
                 events = self._scheduler.fail_all(failure_of(error))
             self._send(events)

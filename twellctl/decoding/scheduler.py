@@ -63,6 +63,7 @@ class Scheduler:
         self.failed = 0  # generations in a row, not for want of memory
         self.fired = np.zeros(len(decoder.neurons))  # sums of shares, over all generated tokens
         self._entering: list[Sequence] = []  # whose prompts are being read
+        self._events: list[Event] = []  # that the advance under way, or one that failed, has found
         self._under_way: tuple[Round, list[Sequence]] | None = None
         self._variant = Variant()
         self._changed = False
@@ -100,8 +101,8 @@ class Scheduler:
                 self.waiting.remove(sequence)
 
     def fail_all(self, error: EngineError) -> list[Event]:
-        """End all there is with `error`."""
-        events: list[Event] = []
+        """End all there is with `error`; what an advance that failed had found comes first."""
+        events, self._events = self._events, []
         for sequence in [*self.running, *self._entering, *self.waiting]:
             self._end(sequence, events, error)
         self.waiting.clear()
@@ -134,7 +135,7 @@ class Scheduler:
     @torch.inference_mode()
     def advance(self) -> list[Event]:
         """Read prompts for a while or launch one round; what is known of rounds before."""
-        events: list[Event] = []
+        events = self._events
         with self._on_stream:
             begun = False
             if not self._settled and (self._changed or self._can_enter() or not self._can_go_on()):
@@ -142,6 +143,7 @@ class Scheduler:
             self._settled = begun  # so that nobody waits a round longer for a first token
             if self.running and not begun:
                 self._launch(events)
+        self._events = []
         return events
 
     # ---- rounds ----
@@ -390,7 +392,7 @@ def check_fits(sequence: Sequence, context: int) -> None:
         )
 
 
-def failure_of(error: Exception) -> EngineError:
+def failure_of(error: BaseException) -> EngineError:
     """The same as an engine's error, which holds no frame and so no tensor."""
     text = " ".join(str(error).split())
     # the CPU's allocator raises a plain RuntimeError
