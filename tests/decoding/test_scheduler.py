@@ -327,6 +327,50 @@ def test_of_prompts_read_together_only_the_one_that_fails_fails(error):
     assert_nothing_is_held(scheduler)
 
 
+class Panic(BaseException):
+    """As a grammar's library in Rust raises it: no Exception."""
+
+
+class Broken:
+    """A guide whose `method` fails when it is asked for the `at`-th time."""
+
+    def __init__(self, method: str, error: BaseException, at: int):
+        self.method, self.error, self.left = method, error, at
+
+    def compute_bitmask(self) -> bytes:
+        self._asked("compute_bitmask")
+        return b"\xff" * 27
+
+    def consume_token(self, token: int) -> bool:
+        self._asked("consume_token")
+        return True
+
+    def _asked(self, method: str) -> None:
+        self.left -= method == self.method
+        if self.left == 0:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("lexer\nbroke"), Panic("lexer broke")])
+@pytest.mark.parametrize(
+    ("method", "at", "count"),  # the first mask is that of the token after the prompt
+    [("compute_bitmask", 1, 0), ("compute_bitmask", 3, 2), ("consume_token", 3, 3)],
+)
+def test_a_guide_that_fails_ends_its_own_answer_alone(error, method, at, count):
+    scheduler = scheduler_of()
+    sequences = [Sequence([i] * 20, GREEDY) for i in range(3)]
+    guided = Sampling(40, 0, guide=lambda: Broken(method, error, at))
+    bad = Sequence([9] * 20, guided)
+    found = all_of(scheduler, [*sequences[:2], bad, sequences[2]])
+    *tokens, failure = found[bad]
+    said = f"the grammar of this answer failed: {type(error).__name__}: lexer broke"
+    assert str(failure) == said
+    assert [token.id for token in tokens] == expected([9] * 20, count)
+    for i, sequence in enumerate(sequences):
+        assert tokens_of(found[sequence]) == expected([i] * 20, 40)
+    assert_nothing_is_held(scheduler)
+
+
 def test_a_step_without_memory_fails_the_youngest_only():
     scheduler = scheduler_of(Failing(NO_MEMORY, at=10))
     sequences = [Sequence([i] * 20, GREEDY) for i in range(3)]

@@ -161,17 +161,19 @@ class Scheduler:
         return True
 
     def _launch(self, events: list[Event]) -> None:
-        guides = {row: s.guide for row, s in enumerate(self.running) if s.guide}
-        if guides:
+        guided = any(sequence.guide for sequence in self.running)
+        if guided:
             self._read(events)  # what may be next depends on it
+            if not self._changed:
+                allowed = [self._allowed(sequence, events) for sequence in self.running]
+                self._batch.allow({row: bits for row, bits in enumerate(allowed) if bits})
             if self._changed:
                 return
-            self._batch.allow({row: guide.compute_bitmask() for row, guide in guides.items()})
         before, rows = self._under_way, self.running
         num_pages = max(len(sequence.pages) for sequence in rows)
         failure = None
         try:
-            launched = self._batch.launch(num_pages, self._variant, drafts=not guides)
+            launched = self._batch.launch(num_pages, self._variant, drafts=not guided)
         except Exception as error:  # which holds tensors up to here
             failure = failure_of(error)
         if failure:
@@ -228,9 +230,31 @@ class Scheduler:
             self.failed = 0
             events.append((sequence, token))
             is_end = token.id in self.eos_tokens and not sequence.sampling.ignore_eos
-            if sequence.guide and not is_end and not sequence.guide.consume_token(token.id):
-                self._end(sequence, events, EngineError(f"token {token.id} is not allowed here"))
+            if not is_end and not self._follows(sequence, token.id, events):
                 return
+
+    # ---- guides: one that fails, if by a panic, ends its own sequence and no other ----
+
+    def _allowed(self, sequence: Sequence, events: list[Event]) -> bytes | None:
+        """What may be next, as `Guide.compute_bitmask` says it; None: anything, or it failed."""
+        try:
+            return sequence.guide.compute_bitmask() if sequence.guide else None
+        except BaseException as error:
+            self._end(sequence, events, _failure_of_guide(error))
+            return None
+
+    def _follows(self, sequence: Sequence, token: int, events: list[Event]) -> bool:
+        """Whether its guide takes `token`, which was chosen; if not, the sequence ends."""
+        failure = EngineError(f"token {token} is not allowed here")
+        try:
+            if sequence.guide is None or sequence.guide.consume_token(token):
+                return True
+        except BaseException as error:
+            failure = _failure_of_guide(error)
+        self._end(sequence, events, failure)
+        return False
+
+    # ---- ends ----
 
     def _end(
         self, sequence: Sequence, events: list[Event], error: EngineError | None = None
@@ -358,7 +382,7 @@ class Scheduler:
             sequences[0].cached = ends[0]
             return
         variant = variant_of_all(sequences)
-        penalised = [s.penalised() for s in sequences]
+        penalised = [s.penalised(self._allowed(s, events)) for s in sequences]
         fields = [s.fields() for s in sequences]
         records = self._batch.first(logits, fired, fields, variant, penalised)
         self._entering = [s for s in self._entering if s not in sequences]
@@ -390,6 +414,13 @@ def check_fits(sequence: Sequence, context: int) -> None:
             f"a prompt of {prompt} tokens and max_tokens {budget} need room for {prompt + budget} "
             f"tokens, there is room for {context}: shorten the prompt or lower max_tokens"
         )
+
+
+def _failure_of_guide(error: BaseException) -> EngineError:
+    """Raises `error` again if it is no failure, but an order to stop."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    return EngineError(f"the grammar of this answer failed: {failure_of(error)}")
 
 
 def failure_of(error: BaseException) -> EngineError:

@@ -72,11 +72,11 @@ class Sequence:
         ended = self.tokens[-1] in ends and not self.sampling.ignore_eos
         return ended or len(self.tokens) >= self.most_tokens
 
-    def penalised(self) -> Penalised | None:
-        """What its penalties, biases and guide depend on; None without any."""
+    def penalised(self, allowed: bytes | None = None) -> Penalised | None:
+        """What its penalties and biases depend on, and what its guide has `allowed`; None without
+        any."""
         if not self.variant.weighed:
             return None
-        allowed = None if self.guide is None else self.guide.compute_bitmask()
         return Penalised(self.tokens, self.num_prompt, self.sampling.logit_bias, allowed)
 
     def fields(self) -> np.ndarray:
