@@ -30,7 +30,7 @@ namespace product {
 
 constexpr int kGroupRows = spec::INPUT_BOX_ROWS;
 constexpr int kBlockColumns = 2 * spec::WEIGHT_BOX_ROWS;
-constexpr int kInnerBytes = 2 * spec::PRODUCT_INNER;  // of a row of a stage
+constexpr int kInner = spec::PRODUCT_INNER, kInnerBytes = 2 * kInner;  // of a row of a stage
 constexpr int kStages = spec::PRODUCT_STAGES;
 constexpr int kGroupBytes = kGroupRows * kInnerBytes;
 constexpr int kColumnsBytes = kBlockColumns * kInnerBytes;
@@ -50,7 +50,7 @@ struct Shape {
 
     __device__ int row_pairs() const { return (num_rows + 2 * kBlockRows - 1) / (2 * kBlockRows); }
     __device__ int column_tiles() const { return (num_columns + tile_columns - 1) / tile_columns; }
-    __device__ int inner_blocks(int inner) const { return (num_inner + inner - 1) / inner; }
+    __device__ int inner_blocks() const { return (num_inner + kInner - 1) / kInner; }
     __device__ int num_tiles() const { return row_pairs() * column_tiles(); }
 };
 
@@ -101,7 +101,7 @@ __device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape& sh
                                            const TensorMap* columns1) {
     const unsigned rank = cluster_rank();
     const int num_clusters = gridDim.x / 2, num_tiles = shape.num_tiles();
-    const int inner_blocks = shape.inner_blocks(COLUMNS::kInner);
+    const int inner_blocks = shape.inner_blocks();
     const TensorMap* columns = rank == 0 ? columns0 : columns1;
     const int half = columns0 == columns1 ? static_cast<int>(rank) * (kBlockColumns / 2) : 0;
     int stage = 0;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void load_tiles(const Pipeline& pipe, const Shape& sh
     for (int tile_idx = blockIdx.x / 2; tile_idx < num_tiles; tile_idx += num_clusters) {
         const Tile tile = tile_at(shape, tile_idx, rank);
         for (int block = 0; block < inner_blocks; ++block) {
-            const int inner = block * COLUMNS::kInner;
+            const int inner = block * kInner;
             barrier_wait(pipe.empty_at(stage), parity);
             barrier_expect_bytes(pipe.full_at(stage), kGroups * kGroupBytes + kColumnsBytes);
 #pragma unroll
@@ -135,7 +135,7 @@ class Multiplier {
     __device__ __forceinline__ void run(const Shape& shape) {
         const unsigned rank = cluster_rank();
         const int num_clusters = gridDim.x / 2, num_tiles = shape.num_tiles();
-        const int inner_blocks = shape.inner_blocks(COLUMNS::kInner);
+        const int inner_blocks = shape.inner_blocks();
         bool pending = false;
         for (int tile_idx = blockIdx.x / 2; tile_idx < num_tiles; tile_idx += num_clusters) {
             float sums[128];

@@ -20,7 +20,7 @@ __device__ __forceinline__ unsigned long long swizzled_descriptor(unsigned addre
 // used, 1 by the book. What the next product sums over is 32 bytes further along each row.
 struct Along {
     static constexpr bool kAcross = false;
-    static constexpr int kInner = 64, kNext = 32 >> 4;  // columns of a box; from product to product
+    static constexpr int kNext = 32 >> 4;  // from product to product
 
     __device__ __forceinline__ static unsigned long long descriptor(unsigned address) {
         return swizzled_descriptor(address, 16, 1024);
@@ -37,7 +37,7 @@ struct Along {
 // summed over to the next 8, one atom; the next 16 are two atoms further.
 struct Across {
     static constexpr bool kAcross = true;
-    static constexpr int kInner = 64, kNext = 2048 >> 4;
+    static constexpr int kNext = 2048 >> 4;
     static constexpr int kBoxBytes = 64 * 128;
 
     __device__ __forceinline__ static unsigned long long descriptor(unsigned address) {
