@@ -228,6 +228,7 @@ def test_kinds_of_weights_are_those_of_the_kernels():
         for name, number in (
             ("kBits", kind.bits),
             ("kInF16", kind.in_f16),
+            ("kMultiple", kind.step),
         )
     ]
     compile_claims("tile/weights.cuh", claims, "sm_80")

@@ -83,10 +83,10 @@ class Product {
             x_from_ = ring + g * kXRowBytes + (lane % 4 * SIZES::kWider ^ g % 2) * 16;
         }
         if constexpr (SIZES::kStays) {
-            const unsigned bytes = SIZES::most_slabs(K) * M * kXRowBytes + SIZES::kScaleBytes;
+            const unsigned bytes = SIZES::most_slabs(K) * M * kXRowBytes + SIZES::kPowerBytes;
             to_x_ = x_memory + warp * bytes - ring;
             own_x_ = ring + to_x_;
-            scales_ = own_x_ + bytes - SIZES::kScaleBytes;
+            powers_ = own_x_ + bytes - SIZES::kPowerBytes;
             // of tokens that there are not, the last one's row
 #pragma unroll
             for (int octet = 0; octet < kOctets; ++octet)
@@ -213,7 +213,7 @@ class Product {
                                                          scaled_f16(v.z, pair), scaled_f16(v.w, pair)));
         }
         if (is_there && threadIdx.x % kXChunks == 0)
-            store_shared_float(scales_ + 4 * row, power_back(power));
+            store_shared_float(powers_ + 4 * row, power_back(power));
     }
 
     // The warp's slab `slab` of the pass that begins with row block `first`; it goes to `stage`.
@@ -324,7 +324,7 @@ class Product {
                 for (int j = 0; j < 4; ++j) {
                     float sum = sums[i][octet][j];
                     if constexpr (SIZES::kInF16)
-                        sum *= load_shared_float(scales_ + 4 * (octet * kOctet + token + j % 2));
+                        sum *= load_shared_float(powers_ + 4 * (octet * kOctet + token + j % 2));
                     store_shared_float(to + 4 * ((i * kOctets + octet) * kBlockSums +
                                                  place_of_sum(row + j / 2 * 8, token + j % 2)),
                                        sum);
@@ -337,7 +337,7 @@ class Product {
     int M_, num_blocks_, num_slabs_, copy_row_, x_row_;
     unsigned row_bytes_, sums_, copy_to_, read_from_, x_to_, x_from_;
     unsigned to_x_, read_x_[kOctets];  // from the warp's first stage to its x; where a lane reads
-    unsigned own_x_, scales_;  // of the warp: addresses of its x, and of its rows' powers of two
+    unsigned own_x_, powers_;  // of the warp: addresses of its x, and of its rows' powers of two
 };
 
 }  // namespace few

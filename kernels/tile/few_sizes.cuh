@@ -29,7 +29,7 @@ struct Sizes {
     static constexpr bool kInF16 = false;
 #endif
     // of a warp: what its rows of x were multiplied by
-    static constexpr int kScaleBytes = kMayBeF16 ? 4 * kOctet : 0;
+    static constexpr int kPowerBytes = kMayBeF16 ? 4 * kOctet : 0;
     static constexpr int kWider = WEIGHT::kEights;  // x is, than weights
     static constexpr bool kStays = STAYS;
     static constexpr int kOctets = OCTETS, kAtOnce = AT_ONCE, kPasses = PASSES;
@@ -47,7 +47,7 @@ struct Sizes {
     // Slabs of a warp, at most, and the bytes of x that stays: M rows of each slab.
     __device__ static constexpr int most_slabs(int K) { return (K / kSlab + kWarps - 1) / kWarps; }
     __device__ static constexpr unsigned x_bytes(int M, int K) {
-        return kStays ? kWarps * (most_slabs(K) * M * 2 * kSlab + kScaleBytes) : 0;
+        return kStays ? kWarps * (most_slabs(K) * M * 2 * kSlab + kPowerBytes) : 0;
     }
 };
 

@@ -109,7 +109,7 @@ def _product(kernel: str, M: int, K: int, more_bytes: int, limits: Limits, kind:
 
 
 def product_bytes(sizes: spec.FewSizes, M: int, K: int) -> int:
-    """few_product.cuh: kBytes and x_bytes of its Sizes."""
+    """few_sizes.cuh: kBytes and x_bytes of its Sizes."""
     kind, octets, stays, at_once, passes, stages, halves = sizes
     wider = 16 // spec.KINDS[kind].bits  # x is
     stage = (2 * at_once + (0 if stays else octets * wider)) * 512 * halves

@@ -1,6 +1,6 @@
 """Kernels of an export, loaded by CuPy, launched on torch's tensors and torch's current stream.
 
-A source is known by its path in kernels/, a kernel by its entry: entry `pack` lies in ffn/pack.cu.
+A source is known by its path in kernels/, a kernel by its entry: entry `down` lies in ffn/down.cu.
 Modules are loaded once for each (sources, device), at first use; nothing else here outlives a call,
 so threads, models and devices do not meet. CuPy has no clusters, and no kernels that start before
 the one in front has ended: `start` launches all, whether they overlap or not.

@@ -31,9 +31,9 @@ from .twell_cache import say_once
 from .twell_config import check_twell, is_silu_form, rounded_kind, stays_silu
 from .twell_ffn import register_sources, sparse_ffn, train_ffn
 from .twell_launch import device_limits
+from .twell_reasons import why_no_multiples, why_too_old
 from .twell_rounded_linear import RoundedLinear, refuse_gradients, weight_of, with_own_layers
 from .twell_route import check_route, requested
-from .twell_spec import KINDS
 from .twell_train import FfnMeter
 from .twell_weights import FFN, Weight
 
@@ -234,10 +234,12 @@ def _kernels_read(weight: Tensor, trained: bool = False) -> bool:
 
 
 def _kernels_read_rounded(layer: RoundedLinear) -> bool:
-    weight, kind = layer.weight, KINDS[layer.kind]
-    if not weight.is_cuda or torch.version.cuda is None or any(n % kind.step for n in weight.shape):
+    weight = layer.weight
+    if not weight.is_cuda or torch.version.cuda is None:
         return False
-    return device_limits(weight.device.index).capability >= kind.capability
+    if why_too_old(layer.kind, device_limits(weight.device.index)):
+        return False
+    return why_no_multiples(layer.kind, *weight.shape) is None
 
 
 def lay_weights(model: nn.Module, *, trained: bool = False) -> None:

@@ -44,11 +44,30 @@ def why_no_kernels(sources: str, index: int, kind: str = "bf16") -> str | None:
 
     The first call for a device compiles what the cache does not hold.
     """
-    limits, needed = device_limits(index), KINDS[kind].capability
-    if kind != "bf16" and limits.capability < needed:
-        version = ".".join(map(str, needed))
-        return f"kernels over {kind} weights need compute capability {version} or newer"
+    limits = device_limits(index)
+    if kind != "bf16" and (said := why_too_old(kind, limits)):
+        return said
     return why_not_loaded(sources, index, _entries(limits, kind))
+
+
+def why_too_old(kind: str, limits: Limits) -> str | None:
+    """None if the operator takes weights of `kind` on such a GPU, else what GPU it needs."""
+    needed = KINDS[kind].capability
+    if limits.capability >= needed:
+        return None
+    version = ".".join(map(str, needed))
+    return f"kernels over {kind} weights need compute capability {version} or newer"
+
+
+def why_no_multiples(kind: str, K: int, N: int) -> str | None:
+    """None if rows of K and of N have as many weights of `kind` as the kernels take, else why not.
+
+    Rows of N are those of W_down, of which dense products are made.
+    """
+    step = KINDS[kind].step
+    if K % step or N % step:
+        return f"over {kind} weights the kernels take multiples of {step}, not {K} and {N}"
+    return None
 
 
 @functools.cache
@@ -93,9 +112,8 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
         return f"the kernels take inputs [M, {K}], not {list(rows.shape)}"
     if rows.dtype != torch.bfloat16:
         return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
-    step = KINDS[ffn.kind].step
-    if K % step or N % step:
-        return f"over {ffn.kind} weights the kernels take multiples of {step}, not {K} and {N}"
+    if ffn.gate.is_rounded and (said := why_no_multiples(ffn.kind, K, N)):
+        return said
     if said := why_unfit(K, N, tile, device_limits(rows.device.index).smem_bytes):
         return f"the kernels take {said}"
     for weight in ffn.weights:

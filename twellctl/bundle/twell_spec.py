@@ -67,12 +67,13 @@ WALK_SIZES = (8, 6, 4, 3, 2)  # blocks of a token
 # ---- kinds of weights
 
 
-class Kind(NamedTuple):
+class WeightKind(NamedTuple):
     """A kind of weights, as the kernels take it.
 
     Its struct in the kernels; bits of a weight; what ends the names of the entries that take it;
-    whether products of one octet of tokens take f16, of which rows of x have a power of two. Sizes
-    of a weight are multiples of `step`; a GPU has at least `capability`.
+    whether products of one octet of tokens take f16, of which rows of x have a power of two. A row
+    of a weight has a multiple of `step` numbers. The operator takes such weights on GPUs of at
+    least `capability`; the kernels of the decode engine run from 8.0 on.
     """
 
     struct: str
@@ -84,8 +85,8 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "bf16": Kind("Bf16", 16, "", in_f16=False, step=1, capability=(8, 0)),
-    "e4m3": Kind("E4m3", 8, "_e4m3", in_f16=True, step=128, capability=(8, 9)),
+    "bf16": WeightKind("Bf16", 16, "", in_f16=False, step=64, capability=(8, 0)),
+    "e4m3": WeightKind("E4m3", 8, "_e4m3", in_f16=True, step=128, capability=(8, 9)),
 }
 
 
@@ -103,7 +104,7 @@ def shared_kb(capability: Capability) -> int:
 
 
 class FewSizes(NamedTuple):
-    """What a product of few tokens is built for (few::Sizes of tile/few_product.cuh).
+    """What a product of few tokens is built for (few::Sizes of tile/few_sizes.cuh).
 
     One of KINDS of weights; octets of tokens; whether x stays in shared memory; row blocks in a
     pass; passes between two times that the warps' sums are added up; stages of a warp; halves of a

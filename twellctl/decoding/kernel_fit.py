@@ -181,7 +181,7 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
                 return f"{part} of {name} is not a plain linear layer ({what})"
             if (kind := weight_of(linear).kind) != weights_kind(model):
                 return f"{part} of {name} is {kind}, other layers are {weights_kind(model)}"
-            step = max(64, KINDS[linear.kind].step) if is_rounded else 64
+            step = KINDS[kind].step
             if linear.in_features % step and (is_rounded or part not in _ANY_INPUTS):
                 return f"{part} of {name} has {linear.in_features} inputs, no multiple of {step}"
     return None

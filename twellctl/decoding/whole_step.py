@@ -2,7 +2,7 @@
 models and GPUs that it takes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +53,7 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     K, num_sms = sizes.K, limits.num_sms
     if sizes.entry("sparse") not in spec.ENTRY_FILES or sizes.H * sizes.D != K:
         said = f"{sizes.H} heads of {sizes.D} and a hidden size of {K}"
-        kinds = spec.STEP_HEAD_DIMS.items()
-        taken = "; ".join(f"{K} in heads of {' or '.join(map(str, dims))}" for K, dims in kinds)
+        taken = "; ".join(_sizes_taken(sizes.kind))
         return f"the kernel of a whole step takes {taken}, not {said}"
     quad, (own_quads, most_rows) = spec.STEP_QUAD, spec.MOST_OF_BLOCK[K]
     if ceil_div(K // quad, num_sms) > own_quads or num_sms < sizes.H:
@@ -62,6 +61,13 @@ def why_no_whole_step(sizes: StepSizes, limits: Limits) -> str | None:
     if ceil_div(sizes.N // quad, num_sms) * quad > most_rows or sizes.N % quad:
         return f"{sizes.N} neurons are more than a step in one kernel takes, or no multiple of 4"
     return None
+
+
+def _sizes_taken(kind: str) -> Iterator[str]:
+    """Hidden sizes and heads that the kernel takes over weights of `kind`, in words."""
+    for K, dims in spec.STEP_HEAD_DIMS.items():
+        taken = [str(D) for D in dims if spec.step_entry(K, D, "sparse", kind) in spec.ENTRY_FILES]
+        yield f"{K} in heads of {' or '.join(taken)}"
 
 
 def takes_mapped(sizes: StepSizes, num_own: int, form: str, limits: Limits) -> bool:
