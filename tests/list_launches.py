@@ -46,7 +46,7 @@ def run_hidden(
     """Bits of the rounds, and masks."""
     shape, rounds = lists.shape, there(lists.rounds, device).clone()
     masks = torch.zeros(masks_of(lists).shape, dtype=torch.int32, device=device)
-    made = there(lists.num_rounds, device), rounds, masks, None
+    made = there(lists.num_rounds, device), rounds, masks
     kernels.launch(
         "hidden",
         grid or (shape.num_tiles,),
@@ -59,7 +59,31 @@ def run_hidden(
         ),
         2 * room,
     )
-    return rounds.cpu().numpy().view(np.uint16).reshape(-1), masks.cpu().numpy().view(np.uint32)
+    return bits(rounds, np.uint16).reshape(-1), bits(masks, np.uint32)
+
+
+def run_hidden_kept(
+    kernels, device: str, lists: Lists, sums, grid
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bits of the rounds, masks, and what is kept of each place; `sums` float32 [places]."""
+    shape, rounds = lists.shape, there(lists.rounds, device).clone()
+    masks = torch.zeros(masks_of(lists).shape, dtype=torch.int32, device=device)
+    kept = torch.zeros(len(sums), dtype=torch.int32, device=device)
+    kernels.launch(
+        "hidden_kept",
+        grid,
+        512,
+        (
+            *(there(sums, device), there(lists.links, device), shape.M, shape.panel_rows),
+            *(shape.num_panels, shape.group_rounds, there(lists.num_rounds, device)),
+            *(rounds, masks, kept),
+        ),
+    )
+    return bits(rounds, np.uint16).reshape(-1), bits(masks, np.uint32), bits(kept, np.uint32)
+
+
+def bits(tensor: torch.Tensor, dtype: type) -> np.ndarray:
+    return tensor.cpu().numpy().view(dtype)
 
 
 def run_down(kernels, device: str, lists: Lists, rounds, w_down, bias, splits: int) -> np.ndarray:

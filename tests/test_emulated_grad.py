@@ -68,6 +68,7 @@ SMALL = small(of_down.CASES)
 OF_FORWARD = {
     "test_up_gives_partial_dot_products": in_turn(SMALL, ((99, 1, 2), (1, 1, 1))),
     "test_hidden_fills_the_rounds": in_turn(SMALL, ((True, 3, (7, 3), 0), (True, 7, None, 64))),
+    "test_hidden_kept_fills_the_rounds_and_keeps_gate_and_up": in_turn(SMALL, (((7, 3),),)),
     "test_down_gives_y": [(*case, 3, True) for case in SMALL],
 }
 

@@ -11,8 +11,8 @@
 // 2 bytes for each pair that is to fit at once, 16 bytes or more: grid (tiles). partial_stride and
 // tile_tokens * cap are multiples of 4 then.
 //
-// `hidden_kept` does the same as `hidden`, and keeps what the backward pass needs: of each pair, by
-// its place in `pairs`, gate | up << 16.
+// `hidden_kept` always gathers, sums of which there is one a pair, without a bias, and keeps what the
+// backward pass needs: of each pair, by its place in `pairs`, gate | up << 16.
 #include "spec.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/shared.cuh"
@@ -228,11 +228,9 @@ __device__ __forceinline__ Record load_record(const Rounds& rounds, const Record
 }
 
 // Multiplies what is staged, pairs `first` to `first + num`, into the slots that they have.
-template <bool KEEP>
 __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin, int end,
                                                 const unsigned short* staged, unsigned first,
-                                                unsigned num, bool make_masks,
-                                                const Also<KEEP>& also) {
+                                                unsigned num, bool make_masks) {
     const int lane = threadIdx.x % 32;
     RecordCursor cursor(rounds, begin + threadIdx.x / 32, end);
     Record behind = load_record(rounds, cursor, end, lane);
@@ -249,11 +247,7 @@ __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin,
         for (int i = 0; i < 4; ++i) {
             const unsigned at = element(record.link, i) - first;
             h[i] = half_of(record.values.x, record.values.y, i);
-            if (at < num) {
-                const unsigned gate = h[i], up = staged[at];
-                h[i] = multiply(gate, up);
-                also.pair(element(record.link, i), gate, up);
-            }
+            if (at < num) h[i] = multiply(h[i], staged[at]);
         }
         if (here.at + lane < here.num_records)
             *reinterpret_cast<uint2*>(rounds.records + rounds.first_record(here.q) + here.at +
@@ -261,17 +255,11 @@ __device__ __forceinline__ void fill_from_stage(const Rounds& rounds, int begin,
     }
 }
 
-template <bool KEEP>
-__device__ __forceinline__ void fill_rounds(const Sums& from, const Rounds& rounds,
-                                            const int* pair_start, const unsigned* pairs, int M,
-                                            int N, int tile_tokens, int cap, int panel_rows,
-                                            int num_panels, uint4* staged, Also<KEEP> also) {
-    const int num_groups = (M + GROUP - 1) / GROUP;
-    const unsigned room = dynamic_smem_bytes() / 16 * 8;  // pairs
-    if (room == 0) {
-        gather_all(from, rounds, num_groups * num_panels, num_panels, panel_rows, also);
-        return;
-    }
+// All rounds of the block's tile, by as many pairs at a time as there is `room` for.
+__device__ __forceinline__ void fill_tile(const Sums& from, const Rounds& rounds,
+                                          const int* pair_start, const unsigned* pairs,
+                                          int num_groups, int N, int tile_tokens, int cap,
+                                          int num_panels, unsigned room, uint4* staged) {
     const int tile = blockIdx.x, num_neuron_groups = (N + NEURONS - 1) / NEURONS;
     const unsigned num_pairs =
         pair_start[static_cast<long long>(tile) * (num_neuron_groups + 1) + num_neuron_groups];
@@ -283,24 +271,36 @@ __device__ __forceinline__ void fill_rounds(const Sums& from, const Rounds& roun
         stage_sums(from, pairs, first, num, reinterpret_cast<uint2*>(staged));
         __syncthreads();
         fill_from_stage(rounds, begin * num_panels, end * num_panels,
-                        reinterpret_cast<const unsigned short*>(staged), first, num, done == 0,
-                        also);
+                        reinterpret_cast<const unsigned short*>(staged), first, num, done == 0);
         __syncthreads();
     }
 }
 
 }  // namespace
 
-#define TWELL_HIDDEN(name, keep)                                                                  \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                     \
-        name(const float* partial, long long partial_stride, int Q, const uint4* links,           \
-             const int* pair_start, const unsigned* pairs, int M, int N, int tile_tokens, int cap,\
-             int panel_rows, int num_panels, int group_rounds, const unsigned short* b_up,        \
-             const int* num_rounds, uint4* records, unsigned* masks, unsigned* kept) {            \
-        extern __shared__ uint4 staged[];                                                         \
-        const Rounds rounds{num_rounds, records, links, masks, group_rounds};                     \
-        fill_rounds({partial, partial_stride, Q, b_up}, rounds, pair_start, pairs, M, N,          \
-                    tile_tokens, cap, panel_rows, num_panels, staged, Also<keep>{kept});          \
-    }
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    hidden(const float* partial, long long partial_stride, int Q, const uint4* links,
+           const int* pair_start, const unsigned* pairs, int M, int N, int tile_tokens, int cap,
+           int panel_rows, int num_panels, int group_rounds, const unsigned short* b_up,
+           const int* num_rounds, uint4* records, unsigned* masks) {
+    extern __shared__ uint4 staged[];
+    const Sums from{partial, partial_stride, Q, b_up};
+    const Rounds rounds{num_rounds, records, links, masks, group_rounds};
+    const int num_groups = (M + GROUP - 1) / GROUP;
+    const unsigned room = dynamic_smem_bytes() / 16 * 8;  // pairs
+    if (room == 0)
+        gather_all(from, rounds, num_groups * num_panels, num_panels, panel_rows, Also<false>{});
+    else
+        fill_tile(from, rounds, pair_start, pairs, num_groups, N, tile_tokens, cap, num_panels,
+                  room, staged);
+}
 
-TWELL_ENTRIES(TWELL_HIDDEN)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    hidden_kept(const float* sums, const uint4* links, int M, int panel_rows, int num_panels,
+                int group_rounds, const int* num_rounds, uint4* records, unsigned* masks,
+                unsigned* kept) {
+    const Rounds rounds{num_rounds, records, links, masks, group_rounds};
+    const int num_groups = (M + GROUP - 1) / GROUP;
+    gather_all({sums, 0, 1, nullptr}, rounds, num_groups * num_panels, num_panels, panel_rows,
+               Also<true>{kept});
+}

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from list_builder import build_lists, from_bf16, masks_of, to_bf16
-from list_launches import DOWN_STAGES, run_down, run_hidden, run_up
+from list_builder import Lists, build_lists, from_bf16, masks_of, to_bf16
+from list_launches import DOWN_STAGES, run_down, run_hidden, run_hidden_kept, run_up
 from list_reference import Shape
 
 from twellctl.bundle.twell_launch import device_limits
@@ -75,13 +75,32 @@ def test_hidden_fills_the_rounds(kernels, kind, shape, K, has_bias, ranges, grid
     wanted = lists.rounds.reshape(-1).copy()
     wanted[lists.dest] = to_bf16(from_bf16(lists.gate) * from_bf16(to_bf16(up)))
     np.testing.assert_array_equal(found, wanted)
+    assert_masks(found_masks, lists)
 
-    wanted_masks = masks_of(lists)
+
+def assert_masks(found: np.ndarray, lists: Lists) -> None:
+    """Those of the rounds that there are."""
+    wanted = masks_of(lists)
     for q, num in enumerate(lists.num_rounds):
         for batch in range(-(-num // 8)):
             live = ((1 << min(8, num - 8 * batch)) - 1) * 0x01010101
-            differ = (found_masks[q, batch] ^ wanted_masks[q, batch]) & np.uint32(live)
+            differ = (found[q, batch] ^ wanted[q, batch]) & np.uint32(live)
             assert not differ.any(), f"masks of (group, panel) {q}, batch {batch}"
+
+
+@pytest.mark.parametrize(("kind", "shape", "K"), CASES, ids=str)
+@pytest.mark.parametrize("grid", [(1000, 1), (7, 3)])
+def test_hidden_kept_fills_the_rounds_and_keeps_gate_and_up(kernels, kind, shape, K, grid):
+    rng = np.random.default_rng(9)
+    lists = build_lists(shape, kind, 10)
+    sums = rng.standard_normal(shape.num_tiles * shape.tile_tokens * shape.cap, np.float32)
+    found, found_masks, kept = run_hidden_kept(kernels, DEVICE, lists, sums, grid)
+    up = to_bf16(sums[lists.place])
+    wanted = lists.rounds.reshape(-1).copy()
+    wanted[lists.dest] = to_bf16(from_bf16(lists.gate) * from_bf16(up))
+    np.testing.assert_array_equal(found, wanted)
+    assert_masks(found_masks, lists)
+    np.testing.assert_array_equal(kept[lists.place], lists.gate | up.astype(np.uint32) << 16)
 
 
 @pytest.mark.parametrize(("kind", "shape", "K"), CASES, ids=str)

@@ -167,15 +167,25 @@ def launch_hidden(
     """Fill the rounds with h; returns the lists with masks."""
     grid, smem_bytes = plan.hidden_launch(limits)
     lists = replace(lists, masks=_masks(plan, partial))
-    args = _hidden_arguments(plan, partial, plan.num_ranges, ffn, lists)
-    kernels.launch("hidden", grid, spec.HIDDEN_BLOCK, args, smem_bytes)
+    kernels.launch(
+        "hidden",
+        grid,
+        spec.HIDDEN_BLOCK,
+        (
+            *(partial, np.int64(plan.num_pairs), plan.num_ranges, lists.links, lists.pair_start),
+            *(lists.pairs, plan.M, plan.N, plan.tile_tokens, plan.cap, plan.panel_rows),
+            *(plan.num_panels, plan.group_rounds, ffn.up.bias, lists.num_rounds, lists.rounds),
+            lists.masks,
+        ),
+        smem_bytes,
+    )
     return lists
 
 
 def launch_hidden_kept(
-    kernels: KernelSet, limits: Limits, plan: Plan, partial: Tensor, ffn: FFN, lists: PairLists
+    kernels: KernelSet, limits: Limits, plan: Plan, partial: Tensor, lists: PairLists
 ) -> PairLists:
-    """The same; keeps gate and up of each pair too."""
+    """The same without a bias of up; keeps gate and up of each pair, too."""
     if plan.num_ranges > 1:
         kernels.launch(
             "add_parts",
@@ -187,25 +197,21 @@ def launch_hidden_kept(
             ),
         )
     lists = replace(lists, masks=_masks(plan, partial), gate_up=torch.empty_like(lists.pairs))
-    args = _hidden_arguments(plan, partial, 1, ffn, lists)
-    kernels.launch("hidden_kept", plan.gather_grid(limits), spec.HIDDEN_BLOCK, args)
+    kernels.launch(
+        "hidden_kept",
+        plan.gather_grid(limits),
+        spec.HIDDEN_BLOCK,
+        (
+            *(partial, lists.links, plan.M, plan.panel_rows, plan.num_panels, plan.group_rounds),
+            *(lists.num_rounds, lists.rounds, lists.masks, lists.gate_up),
+        ),
+    )
     return lists
 
 
 def _masks(plan: Plan, like: Tensor) -> Tensor:
     size = (plan.num_groups * plan.num_panels, plan.group_batches, spec.BATCH_MASKS)
     return like.new_empty(size, dtype=torch.int32)
-
-
-def _hidden_arguments(
-    plan: Plan, partial: Tensor, num_parts: int, ffn: FFN, lists: PairLists
-) -> tuple[object, ...]:
-    return (
-        *(partial, np.int64(plan.num_pairs), num_parts, lists.links, lists.pair_start),
-        *(lists.pairs, plan.M, plan.N, plan.tile_tokens, plan.cap, plan.panel_rows),
-        *(plan.num_panels, plan.group_rounds, ffn.up.bias, lists.num_rounds, lists.rounds),
-        *(lists.masks, lists.gate_up),
-    )
 
 
 def launch_down(kernels: KernelSet, plan: Plan, ffn: FFN, lists: PairLists, y: Tensor) -> None:

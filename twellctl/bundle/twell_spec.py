@@ -322,7 +322,7 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "ffn/gate_pack.cu": ("gate_pack",),
     "ffn/plan.cu": ("plan_cluster",),
     "ffn/up.cu": ("up",),
-    "ffn/hidden.cu": {"hidden": (False,), "hidden_kept": (True,)},
+    "ffn/hidden.cu": ("hidden", "hidden_kept"),
     "ffn/down.cu": ("down",),
     "ffn/heavy.cu": ("heavy_gather", "heavy_hidden", "heavy_down"),
     **{

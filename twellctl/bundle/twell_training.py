@@ -82,7 +82,7 @@ def forward(
     del counts, entries
     lists = replace(lists, num_heavy=sent_to_host(heavy_count))
     partial = twell_sequence.launch_up(kernels, plan, x, ffn.up.values, lists)
-    lists = twell_sequence.launch_hidden_kept(kernels, limits, plan, partial, ffn, lists)
+    lists = twell_sequence.launch_hidden_kept(kernels, limits, plan, partial, lists)
     del partial
     y = torch.empty_like(x)
     twell_sequence.launch_down(kernels, plan, ffn, lists, y)
