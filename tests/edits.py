@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -45,3 +47,12 @@ def jsonl(path: Path, rows: Iterable[dict]) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def write_table(path: Path, table: pyarrow.Table) -> None:
+    """A parquet file, or an Arrow file as the datasets library saves one."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+        return
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)

@@ -5,10 +5,11 @@ import json
 import math
 import random
 
+import pyarrow
 import pytest
 import torch
 from conftest import stdlib_texts
-from edits import jsonl
+from edits import jsonl, write_table
 from transformers import AutoModelForCausalLM
 
 from twellctl.errors import TwellError, UsageError
@@ -276,15 +277,19 @@ def test_a_bad_question_is_named_by_file_and_line(tmp_path, line, said):
         ),
     ],
 )
-def test_lines_of_the_hub_are_read(tmp_path, row, question):
-    (task,) = read_tasks([jsonl(tmp_path / "task.jsonl", [row])])
-    assert task.questions == (question,)
+def test_rows_of_the_hub_are_read(tmp_path, row, question):
+    jsonl(tmp_path / "tasks" / "lines.jsonl", [row])
+    table = pyarrow.Table.from_pylist([row | {"match": None}])  # a column that others have
+    for suffix in (".parquet", ".arrow"):
+        write_table(tmp_path / "tasks" / f"a{suffix[1:]}{suffix}", table)
+    tasks = read_tasks([str(tmp_path / "tasks")])
+    assert [task.questions for task in tasks] == [(question,)] * 3
 
 
 def test_files_that_hold_no_task_are_refused(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(TwellError, match=r"empty holds no \.jsonl or \.json file"):
+    with pytest.raises(TwellError, match=r"empty holds no \.jsonl, .*, \.parquet, \.arrow file"):
         read_tasks([str(empty)])
     with pytest.raises(TwellError, match=r"none\.jsonl cannot be read: No such file"):
         read_tasks([str(tmp_path / "none.jsonl")])

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from edits import write_table
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation.questions import read_tasks
@@ -69,14 +70,6 @@ def test_a_file_that_is_one_array(tmp_path, content):
         said = r"a\.json is not valid JSON .*: correct it, or fetch it again"
         with pytest.raises(TwellError, match=said):
             list(read_texts([str(tmp_path / "a.json")], "text"))
-
-
-def write_table(path, table):
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(table, path)
-        return
-    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
-        out.write_table(table)
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

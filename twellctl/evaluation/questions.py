@@ -1,13 +1,13 @@
-"""Tasks in local files, a question a row, as JSON, of three kinds; how models are asked. No torch.
+"""Tasks in local files, a question a row, of three kinds; how models are asked. No torch.
 
     {"query": "Q: ...\\nA:", "choices": ["yes", "no"], "gold": 0}
     {"prompt": "What is 6 times 7?", "answer": "42", "match": "number"}
     {"prompt": "Write f ...", "entry_point": "f", "tests": "assert f(1) == 2"}
 
-A file, of lines or of one array, is a task of one kind; a folder holds several. `gold` is the place
-of the right choice, from 0. `match` says when what a model writes is the `answer` (`MATCHES`).
-`tests` are Python that raises if the code that a model writes, the function `entry_point`, is
-wrong. Lines of the hub's sets are read as they are (hub_rows.py).
+A file (jsonl, a JSON array, parquet or Arrow) is a task of one kind; a folder holds several. `gold`
+is the place of the right choice, from 0. `match` says when what a model writes is the `answer`
+(`MATCHES`). `tests` are Python that raises if the code that a model writes, the function
+`entry_point`, is wrong. Rows of the hub's sets are read as they are (hub_rows.py).
 """
 
 import ast
@@ -24,11 +24,10 @@ from twellctl.evaluation.hub_rows import as_task_row, solution_in
 from twellctl.evaluation.settings import Progress
 from twellctl.evaluation.written import answer_number, final_answer
 from twellctl.files.home import from_home
-from twellctl.text.files import kind_of, read_rows
+from twellctl.text.files import OF_ROWS, kind_of, read_rows
 
-SUFFIXES = (".jsonl", ".json")
 PATTERN_SECONDS = 1.0  # that a pattern may take on an answer
-_REMEDY = "correct or leave out this line"
+_REMEDY = "correct or leave out this row"
 _EXAMPLES = {
     "choices": '{"query": "2 + 2 =", "choices": ["3", "4"], "gold": 1}',
     "answer": '{"prompt": "What is 2 + 2?", "answer": 4}',
@@ -127,15 +126,15 @@ def _files(path: Path) -> list[Path]:
                 f"lm_eval --model hf --model_args pretrained=MODEL --tasks {bounded(path.name, 80)}"
             )
         return [path]
-    found = sorted(p for p in path.iterdir() if p.is_file() and kind_of(p) in SUFFIXES)
+    found = sorted(p for p in path.iterdir() if p.is_file() and kind_of(p) in OF_ROWS)
     if not found:
-        raise TwellError(f"{path} holds no {' or '.join(SUFFIXES)} file: give a folder of tasks")
+        raise TwellError(f"{path} holds no {', '.join(OF_ROWS)} file: give a folder of tasks")
     return found
 
 
 def _read_task(file: Path, limit: int | None) -> Task[AnyQuestion]:
     questions: list[AnyQuestion] = []
-    for where, row in read_rows(file, ""):
+    for where, row in read_rows(file, None):
         questions.append(_question(row, where))
         if type(questions[-1]) is not type(questions[0]):
             raise TwellError(
@@ -148,7 +147,8 @@ def _read_task(file: Path, limit: int | None) -> Task[AnyQuestion]:
 
 
 def _question(row: Any, where: str) -> AnyQuestion:
-    row = as_task_row(row) if isinstance(row, dict) else row
+    if isinstance(row, dict):  # each row of a table has all columns
+        row = as_task_row({key: value for key, value in row.items() if value is not None})
     if (wrong := _what_is_wrong(row)) is not None:
         raise TwellError(f"{where}: {wrong}: {_REMEDY}")
     if "choices" in row:

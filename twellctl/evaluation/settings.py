@@ -40,9 +40,10 @@ class Evaluating(Reading):
     )
     tasks: list[str] = setting(
         [],
-        'A jsonl or JSON file of {"query", "choices", "gold"}, {"prompt", "answer"} or {"prompt", '
-        '"entry_point", "tests"}, or a folder of such files. "match" says when an answer is right: '
-        "exact (for texts), number (for numbers), contains or regex. Repeatable.",
+        'A jsonl, JSON, parquet or Arrow file of {"query", "choices", "gold"}, {"prompt", '
+        '"answer"} or {"prompt", "entry_point", "tests"}, or a folder of such files. "match" says '
+        "when an answer is right: exact (for texts), number (for numbers), contains or regex. "
+        "Repeatable.",
         metavar="FILE",
     )
     prompts: str | None = setting(

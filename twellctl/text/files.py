@@ -18,7 +18,8 @@ from twellctl.text.rows import COLUMNS, some
 
 PACKED = (".gz", ".bz2", ".zst", ".xz")
 TABLES = (".parquet", ".arrow")  # which are not packed once more
-SUFFIXES = (".jsonl", ".json", ".txt", *TABLES)
+OF_ROWS = (".jsonl", ".json", *TABLES)
+SUFFIXES = (".txt", *OF_ROWS)
 # what data sets and models have that is no text of theirs
 _NO_TEXT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 _NO_TEXT |= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -114,8 +115,12 @@ def line_end(text: str, most: int) -> int:
     return end or most - (text[most - 1 : most] == "\r")
 
 
-def read_rows(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
-    """(where it stands, the row) of each row of a jsonl, JSON, parquet or Arrow file."""
+def read_rows(path: Path, text_column: str | None) -> Iterator[tuple[str, Any]]:
+    """(where it stands, the row) of each row of a jsonl, JSON, parquet or Arrow file.
+
+    Of a table only the column `text_column` is read, or those of `COLUMNS` if it has none of that
+    name; None: all.
+    """
     kind = kind_of(path)
     if path.exists() and not path.is_file():
         raise TwellError(f"{path} is not a regular file: write its rows to one")
@@ -175,18 +180,26 @@ def num_table_rows(path: Path) -> int:
         return sum(batch.num_rows for batch in batches([]))
 
 
-def _read_table(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
+def _read_table(path: Path, text_column: str | None) -> Iterator[tuple[str, Any]]:
     with _table_errors(path), _opened_table(path) as (names, batches):
-        wanted = [text_column] if text_column in names else [n for n in COLUMNS if n in names]
-        if not wanted and not text_column:
-            raise TwellError(f"{path} has no column of prompts, only {some(names)}: rename one")
-        if not wanted:
-            raise TwellError(
-                f"{path} has no column {text_column!r}, only {some(names)}: see --text-column"
-            )
+        wanted = _wanted(path, names, text_column)
         rows = chain.from_iterable(batch.to_pylist() for batch in batches(wanted))
         for number, row in enumerate(rows):
             yield f"{path}, row {number}", row
+
+
+def _wanted(path: Path, names: list[str], text_column: str | None) -> list[str]:
+    """Those of a table's columns, `names`, that `read_rows` reads; `TwellError` if it has none."""
+    if text_column is None:
+        return names
+    wanted = [text_column] if text_column in names else [n for n in COLUMNS if n in names]
+    if not wanted and not text_column:
+        raise TwellError(f"{path} has no column of prompts, only {some(names)}: rename one")
+    if not wanted:
+        raise TwellError(
+            f"{path} has no column {text_column!r}, only {some(names)}: see --text-column"
+        )
+    return wanted
 
 
 @contextlib.contextmanager

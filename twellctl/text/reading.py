@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.home import from_home
 from twellctl.text.files import (
+    OF_ROWS,
     PACKED,
     PIECE,
     TABLES,
@@ -55,7 +56,7 @@ def read_prompts(path: str | Path) -> list[list[Message]]:
     log. `TwellError` names file and line of what is wrong.
     """
     path = from_home(path)
-    if kind_of(path) not in (".jsonl", ".json", *TABLES):
+    if kind_of(path) not in OF_ROWS:
         raise UsageError(
             f"{path} is not a jsonl, JSON, parquet or Arrow file: give one with prompts as rows"
         )
