@@ -5,9 +5,11 @@ import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -58,8 +60,8 @@ def test_sound_programs_pass(nothing_left):
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("import os\nwhile True: os.fork()", "BlockingIOError"),
-        ("import subprocess\nsubprocess.run(['true'])", "BlockingIOError"),
+        ("import os\nwhile True: os.fork()", "PermissionError"),
+        ("import subprocess\nsubprocess.run(['true'])", "PermissionError"),
         ("import os\nos.execv('/bin/true', ['true'])", "PermissionError"),
         (
             "n = 0\nwhile True:\n    n += 1\n    try: open(str(n), 'wb').write(bytes(1 << 24))\n"
@@ -82,6 +84,21 @@ def test_sound_programs_pass(nothing_left):
             "import os, resource as r\nr.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))",
             "PermissionError",
         ),
+        (  # a pipe whose owner gets signals
+            "import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
+            "PermissionError",
+        ),
+        ("import os\nos.sched_setaffinity(os.getppid(), {0})", "PermissionError"),
+        (  # one of these can send to others' sockets
+            "import socket\nsocket.socketpair(type=socket.SOCK_DGRAM)",
+            "PermissionError",
+        ),
+        (
+            "import threading\nthreading.stack_size(1 << 16)\n"
+            "while True: threading.Thread(target=threading.Event().wait).start()",
+            "it ran more than 500 threads",
+        ),
+        ("import os\n[os.unlink(name) for name in os.listdir()]\n1 / 0", "ZeroDivisionError"),
         ("import sys\nwhile True: print('x' * 999, file=sys.stderr)", "x"),
         ("def f(:", "SyntaxError"),
     ],
@@ -108,6 +125,59 @@ def test_calls_that_are_newer_than_the_list_are_not_there(nothing_left):
     assert outcome(call).passed
 
 
+def decided(rules: bytes, machine: int, number: int, arguments: tuple[int, ...] = ()) -> int:
+    """What the kernel would answer to a call: 0, or the number of an error."""
+    held = struct.pack("IIQ6Q", number, machine, 0, *arguments, *[0] * (6 - len(arguments)))
+    place = value = 0
+    while True:
+        code, if_true, if_false, given = struct.unpack_from("HBBI", rules, 8 * place)
+        place += 1
+        if code == within.RETURN:
+            assert given == within.ALLOW or given & 0xFFFF0000 == within.REFUSE
+            return 0 if given == within.ALLOW else given & 0xFFFF
+        if code == within.LOAD:
+            (value,) = struct.unpack_from("I", held, given)
+        elif code == within.AND:
+            value &= given
+        else:
+            truth = {within.EQUAL: value == given, within.AT_LEAST: value >= given}[code]
+            place += if_true if truth else if_false
+
+
+@pytest.mark.parametrize("machine", within.ARCHITECTURES)
+def test_calls_that_are_not_listed_are_refused(machine):
+    audit, column = within.ARCHITECTURES[machine]
+    rules = within.filter_of(audit, column, files=True)
+    listed = {numbers[column] for numbers in (within.ALLOWED | within.CHANGES).values()}
+    asked = {numbers[column] for numbers, _ in (within.ASKED | within.OPENS).values()}
+    for number in [*range(600), 0x40000001, 0xFFFFFFFF]:
+        expected = 1 if number < 424 else 38
+        if number not in asked:
+            assert decided(rules, audit, number) == (0 if number in listed else expected)
+        assert decided(rules, audit ^ 1, number) == 38
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "refused"),
+    [
+        ("clone", (0x3D0F00,), (17,)),  # a thread, a process
+        ("prlimit64", (0,), (1,)),
+        ("fcntl", (0, 1030), (0, 10)),  # F_DUPFD_CLOEXEC, F_SETSIG
+        ("ioctl", (0, 0x5401), (0, 0x5412)),  # TCGETS, TIOCSTI
+        ("socketpair", (1, 0x80001), (1, 2)),
+        ("socketpair", (1, 1), (2, 1)),
+        ("openat", (0, 0, os.O_CREAT | os.O_RDWR | os.O_TRUNC), (0, 0, os.O_TRUNC)),
+        ("openat", (0, 0, os.O_CLOEXEC), (0, 0, os.O_TRUNC)),
+    ],
+)
+def test_calls_are_refused_by_their_arguments(name, taken, refused):
+    for audit, column in within.ARCHITECTURES.values():
+        rules = within.filter_of(audit, column, files=True)
+        number = (within.ASKED | within.OPENS)[name][0][column]
+        assert decided(rules, audit, number, taken) == 0
+        assert decided(rules, audit, number, refused) == 1
+
+
 def test_only_python_s_own_files_are_read(nothing_left):
     if not limited.guards().files:
         pytest.skip("no Landlock here: what a program reads is not limited")
@@ -130,8 +200,9 @@ def test_nothing_is_reached(nothing_left):
             server.accept()
 
 
-def test_a_program_goes_with_the_one_that_began_it(tmp_path):
-    """Who is killed cannot end it."""
+def test_a_program_goes_with_the_one_that_began_it(tmp_path, monkeypatch):
+    """Who is killed cannot end it, nor remove its folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     began = (
         "from twellctl.evaluation import limited\n"
         f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
@@ -143,12 +214,26 @@ def test_a_program_goes_with_the_one_that_began_it(tmp_path):
             assert parent.poll() is None
         while not (list(tmp_path.glob("*/on")) or parent.poll() is not None):
             pass
+        limited.run_all([])
+        assert list(tmp_path.iterdir())  # it is in use
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     gone, alive = psutil.wait_procs(children, timeout=10)
     assert gone
     assert not alive
+    limited.run_all([])
+    assert not list(tmp_path.iterdir())
+
+
+def test_programs_end_with_what_waits_for_them(nothing_left):
+    def interrupted(done, total):
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        limited.run_all(["", "import time; time.sleep(60)"], interrupted, seconds=60)
+    assert time.monotonic() - start < 30
 
 
 def test_without_landlock_no_file_is_changed(tmp_path):

@@ -2,10 +2,12 @@
 
 A program computes for some seconds, in some memory. It starts no other process, sends no signal,
 opens no socket and writes files in its own folder alone, which goes with it. `within.py` sets these
-limits, in the process itself; Linux has what it takes (seccomp; Landlock for what may be read).
+limits, in the process itself; Linux has what it takes (seccomp; Landlock for what may be read). A
+judge that is killed takes its programs along; their folders go when programs are run again.
 """
 
 import contextlib
+import fcntl
 import os
 import platform
 import secrets
@@ -13,11 +15,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 from twellctl.errors import bounded, printable
 from twellctl.evaluation.settings import Progress
@@ -25,7 +30,10 @@ from twellctl.evaluation.settings import Progress
 SECONDS = 15.0  # of a program, by the clock
 MEMORY = 4 << 30  # bytes
 FOLDER_BYTES = 64 << 20  # of its folder; of a file a quarter
+THREADS = 500
 _LOOKS = 0.05  # seconds between two looks at it
+_PREFIX = "twellctl-run-"  # of folders
+_NEVER = threading.Event()
 _SAID = 4096  # bytes of what it said last that are read
 _AT_ONCE = 16
 _WITHIN = Path(__file__).with_name("within.py")
@@ -65,71 +73,105 @@ def run_all(
     progress: Progress = lambda done, total: None,
     seconds: float = SECONDS,
 ) -> list[Outcome]:
-    """Run each of `programs`, as many at once as there are cores; outcomes in order."""
+    """Run each of `programs`, as many at once as there are cores; outcomes in order.
+
+    What ends this, such as Ctrl-C, ends the programs that run.
+    """
+    _sweep()
     found: list[Outcome] = []
+    stopped = threading.Event()
     pool = ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1))
     try:
-        for outcome in pool.map(lambda program: run(program, seconds), programs):
+        for outcome in pool.map(lambda program: run(program, seconds, stopped), programs):
             found.append(outcome)
             progress(len(found), len(programs))
     finally:
+        stopped.set()
         pool.shutdown(cancel_futures=True)
     return found
 
 
-def run(program: str, seconds: float = SECONDS) -> Outcome:
-    """Run one program in its own folder. Both the folder and the process are gone afterwards."""
+def run(program: str, seconds: float = SECONDS, stopped: threading.Event = _NEVER) -> Outcome:
+    """Run one program in its own folder, until `stopped` at most. Both are gone afterwards."""
     token = secrets.token_hex(8)  # by which a program is known that came to its end
-    folder = Path(tempfile.mkdtemp(prefix="twellctl-run-"))
-    reading, writing = os.pipe()
-    try:
+    with _own_folder() as folder, tempfile.TemporaryFile() as said, _pipe() as (reading, writing):
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
-        process = _started(folder, token, writing, seconds)
-        os.close(writing)
+        process = _started(folder, token, said, writing, seconds)
+        writing.close()
         try:
-            ended = _watch(process, folder, seconds)
+            ended = _watch(process, folder, seconds, stopped)
         finally:
             process.kill()
             process.wait()
-        guarded, _, rest = os.read(reading, 100).decode(errors="replace").partition("\n")
+        guarded, _, rest = reading.read(100).decode(errors="replace").partition("\n")
         passed = not ended and rest == token
-        why = "" if passed else ended or _last_line(folder / "said") or "it ended by itself"
+        why = "" if passed else ended or _last_line(said) or "it ended by itself"
         return Outcome(passed, why, guarded or None)
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[Path]:
+    """A new folder, locked while it is in use, so that `_sweep` of others leaves it."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with contextlib.suppress(FileNotFoundError):  # another swept it before it was locked
+            lock = os.open(folder, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # a file system without locks: no one sweeps it
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            if folder.is_dir():
+                break
+            os.close(lock)
+    try:
+        yield folder
     finally:
-        os.close(reading)
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
-def _started(folder: Path, token: str, writing: int, seconds: float) -> subprocess.Popen:
+def _sweep() -> None:
+    """Remove the folders that were left by judges which were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # in use, gone by now, or another user's
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            finally:
+                os.close(lock)
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[FileIO, FileIO]]:
+    """The reading and the writing end of a new pipe."""
+    reading, writing = os.pipe()
+    with FileIO(reading, "r") as out, FileIO(writing, "w") as into:
+        yield out, into
+
+
+def _started(
+    folder: Path, token: str, said: BinaryIO, writing: FileIO, seconds: float
+) -> subprocess.Popen:
     """The process of the program in `folder`, which reads `token` before the program begins."""
-    limits = [str(writing), str(round(seconds)), str(FOLDER_BYTES // 4), str(MEMORY)]
+    given = [os.getpid(), writing.fileno(), round(seconds), FOLDER_BYTES // 4, MEMORY]
     plain = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder)}
-    with (folder / "said").open("wb") as said, _pipe_with(token) as stdin:
+    with _pipe() as (stdin, tokens):
+        tokens.write(token.encode())
+        tokens.close()
         return subprocess.Popen(
-            [sys.executable, "-I", str(_WITHIN), str(folder), *limits],
+            [sys.executable, "-I", str(_WITHIN), str(folder), *map(str, given)],
             cwd=folder,
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=said,
             env=plain | {"OPENBLAS_NUM_THREADS": "1"},
-            pass_fds=[writing],
+            pass_fds=[writing.fileno()],
             start_new_session=True,
         )
 
 
-@contextlib.contextmanager
-def _pipe_with(text: str) -> Iterator[int]:
-    """The reading end of a pipe that holds the short `text`; it is closed when the block ends."""
-    reading, writing = os.pipe()
-    os.write(writing, text.encode())
-    os.close(writing)
-    try:
-        yield reading
-    finally:
-        os.close(reading)
-
-
-def _watch(process: subprocess.Popen, folder: Path, seconds: float) -> str | None:
+def _watch(
+    process: subprocess.Popen, folder: Path, seconds: float, stopped: threading.Event
+) -> str | None:
     """Wait for its end. Returns why it must be ended, or None if it ended by itself."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -138,6 +180,10 @@ def _watch(process: subprocess.Popen, folder: Path, seconds: float) -> str | Non
             return None
         if _bytes_of(folder) > FOLDER_BYTES:
             return f"it wrote more than {FOLDER_BYTES >> 20} MiB"
+        if _num_threads(process.pid) > THREADS:
+            return f"it ran more than {THREADS} threads"
+        if stopped.is_set():
+            return "its judge was ended"
     return f"it ran for more than {seconds:g} s"
 
 
@@ -150,8 +196,14 @@ def _bytes_of(folder: Path) -> int:
     return total
 
 
-def _last_line(said: Path) -> str:
-    with said.open("rb") as file:
-        file.seek(max(0, said.stat().st_size - _SAID))
-        lines = file.read().decode(errors="replace").strip().splitlines()
+def _num_threads(process: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{process}/task"))
+    except OSError:  # it is gone by now
+        return 0
+
+
+def _last_line(said: BinaryIO) -> str:
+    said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID))
+    lines = said.read().decode(errors="replace").strip().splitlines()
     return bounded(printable(lines[-1]), 200) if lines else ""
