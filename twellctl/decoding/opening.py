@@ -26,7 +26,7 @@ DESCRIPTIONS = {
     TorchDecoder: "transformers' own code",
     LoneDecoder: "transformers' own code, one sequence at a time",
 }
-# kernels/MEASURED.md, popular models: Granite-3-8B and Falcon3-3B, dense and at 5 %
+# kernels/LAB.md, "Which tables are older": Granite-3-8B and Falcon3-3B, dense and at 5 %
 SLOW = ", some two to five times slower than the kernels"
 MAX_RUNNING, MAX_WAITING = 64, 256
 GPU_SHARE = 0.6  # of the memory that is free once the model is loaded
