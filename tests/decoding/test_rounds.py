@@ -13,7 +13,7 @@ from twellctl.decoding.bulk import Bulk
 from twellctl.decoding.engine import Sampling, Token
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.rounds import NO_TOKEN, NOT_KEPT, inputs_of
-from twellctl.decoding.sampler import Field, Variant, fields_of
+from twellctl.decoding.sampler import Field, Variant, fields_of, variant_of
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
 from twellctl.decoding.step_end import Record, StepEnd
@@ -284,3 +284,13 @@ def test_a_round_chooses_as_steps_do(cut):
         for token in steps[row, :count, 0].tolist():
             wanted[token] += 1
         assert torch.equal(counted.written[row], wanted)
+
+
+def test_rows_with_penalties_that_were_not_loaded_are_refused():
+    """As if they had none, their tokens would be wrong."""
+    batch, sampling = Batch(HistoryDecoder(), 1, 1), Sampling(5, 0, frequency_penalty=1.0)
+    batch.put([0], [fields_of(sampling, 0)], [[1]])
+    with pytest.raises(ValueError, match="no row was loaded with penalties"):
+        batch.launch(1, variant_of(sampling))
+    with pytest.raises(ValueError, match="no row was loaded with penalties"):
+        batch.allow({0: b"\xff" * 27})

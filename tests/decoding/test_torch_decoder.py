@@ -3,6 +3,7 @@
 import pytest
 import torch
 from greedy import run_all
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.lone_decoder import LoneDecoder
@@ -11,6 +12,7 @@ from twellctl.decoding.paged_cache import PagedCache, page_bytes
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.errors import TwellError
 from twellctl.firing.counts import fired_meter
+from twellctl.models.defaults import LONGEST
 
 PAGED = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "gemma2"]
 PAGE_BYTES = 2 * 64 * 2 * (8 + 8) * 4  # of two layers, two heads of 8, float32
@@ -239,3 +241,14 @@ def test_a_cache_too_small_for_a_page_is_refused(tiny):
 def test_the_context_is_no_longer_than_the_cache(tiny):
     assert open_scheduler(tiny()).context == 256
     assert open_scheduler(tiny(), cache_bytes=4 * PAGE_BYTES).context == 3 * 64
+
+
+def test_a_model_that_names_no_context(generated):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 512, "state_size": 4}
+    config = AutoConfig.for_model("mamba", **sizes, eos_token_id=None, pad_token_id=0)
+    assert not hasattr(config, "max_position_embeddings")
+    model = AutoModelForCausalLM.from_config(config).eval()
+    scheduler = open_scheduler(model)
+    assert scheduler.context == LONGEST
+    assert greedy(scheduler, [[1, 2, 3]], 9) == [generated(model, [1, 2, 3], 9)]

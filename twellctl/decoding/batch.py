@@ -116,8 +116,8 @@ class Batch:
 
     def allow(self, allowed: Mapping[int, bytes]) -> None:
         """Of some rows that were loaded with a guide: what may be next; no round is under way."""
-        if allowed and self._weights is not None:
-            self._weights.allow(allowed)
+        if allowed:
+            self._loaded_weights().allow(allowed)
 
     def add_page(self, row: int, place: int, page: int) -> None:
         """One more page of a row, for the rounds to come."""
@@ -193,9 +193,14 @@ class Batch:
         Q = inputs[0].shape[1]
         logits, fired = self.decoder.run(*inputs, tables, last=Q)
         records = self._records_on_host if self._writes_to_host(variant) else self._records
-        weights = self._weights.first(B) if variant.weighed and self._weights else None
+        weights = self._loaded_weights().first(B) if variant.weighed else None
         of_rows = records[..., :B, :Q, :]
         self._end(logits, fired, inputs, fields, of_rows, variant, weights)
+
+    def _loaded_weights(self) -> Weights:
+        if self._weights is None:
+            raise ValueError("no row was loaded with penalties, biases or a guide")
+        return self._weights
 
     def _prepared(self, B: int, W: int, variant: Variant, drafts: bool) -> Callable[[], None]:
         """The round as a CUDA graph, or as it is where there are none."""

@@ -8,6 +8,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.paged_cache import LayerShape, PagedCache, cache_argument
+from twellctl.models.defaults import LONGEST, context_of
 
 
 class LoneDecoder:
@@ -25,7 +26,7 @@ class LoneDecoder:
         self.shapes: Sequence[LayerShape] = ()
         self.device = model.device
         self.vocab_size = model.get_input_embeddings().num_embeddings
-        self.context = config.max_position_embeddings
+        self.context = context_of(config.to_dict()) or LONGEST
         self.prefill_chunk = self.context  # states that recur are not continued by many tokens
         self._model, self._cache_argument = model, cache_argument(model)
         self._cache = DynamicCache(config=model.config)

@@ -229,7 +229,7 @@ class Scheduler:
             self.generated_tokens += 1
             self.failed = 0
             events.append((sequence, token))
-            is_end = token.id in self.eos_tokens and not sequence.sampling.ignore_eos
+            is_end = sequence.ends_with(token.id, self.eos_tokens)
             if not is_end and not self._follows(sequence, token.id, events):
                 return
 

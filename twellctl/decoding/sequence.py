@@ -62,15 +62,19 @@ class Sequence:
             if is_broken := token == NO_TOKEN:
                 break
             new.append(token)
-            if token in ends and not self.sampling.ignore_eos:
+            if self.ends_with(token, ends):
                 break
         self.tokens += new
         return new, is_broken
 
+    def ends_with(self, token: int, ends: frozenset[int]) -> bool:
+        """Whether `token` is one of `ends`, and these end it."""
+        return token in ends and not self.sampling.ignore_eos
+
     def has_ended(self, ends: frozenset[int]) -> bool:
         """Whether its last token, which it has written, is the last of all."""
-        ended = self.tokens[-1] in ends and not self.sampling.ignore_eos
-        return ended or len(self.tokens) >= self.most_tokens
+        is_full = len(self.tokens) >= self.most_tokens
+        return is_full or self.ends_with(self.tokens[-1], ends)
 
     def penalised(self, allowed: bytes | None = None) -> Penalised | None:
         """What its penalties and biases depend on, and what its guide has `allowed`; None without

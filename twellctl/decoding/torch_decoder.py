@@ -26,10 +26,9 @@ from twellctl.decoding.paged_cache import LayerShape, PagedCache, cache_argument
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.run_attention import Runs, attending, why_not_attend_runs
 from twellctl.here.own_kernels import own_kernels
-from twellctl.models.defaults import context_of
+from twellctl.models.defaults import LONGEST, context_of
 
 PREFILL_CHUNK = 1024
-_LONGEST = 1 << 20  # tokens of a model whose config does not say how many it reads
 _ATTENTION = ("sdpa", "eager")  # those that take a mask of numbers
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -99,7 +98,7 @@ class TorchDecoder:
         config = model.config.get_text_config()
         self.device = model.device
         self.vocab_size = model.get_input_embeddings().num_embeddings
-        self.context = context_of(config.to_dict()) or _LONGEST
+        self.context = context_of(config.to_dict()) or LONGEST
         self.consecutive = consecutive
         self.kernels = _kernels_that_choose(self.device) if consecutive else None
         self.shapes: Sequence[LayerShape] = [

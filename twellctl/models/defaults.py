@@ -4,6 +4,7 @@ from typing import Any
 
 from twellctl.errors import TwellError
 
+LONGEST = 1 << 20  # tokens of a model whose config does not say how many it reads
 _LEFT_OPEN = ("hidden_act", "max_position_embeddings", "num_hidden_layers")
 _OTHER_NAMES = ("hidden_activation", "activation_function")
 _STRETCHED = ("linear", "yarn")
