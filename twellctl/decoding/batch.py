@@ -7,6 +7,7 @@ read, written to its memory, or copied there after the round, and read later. On
 captured once for each (bucket of rows, width of tables, variant of sampling).
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -32,8 +33,13 @@ def buckets(max_rows: int) -> list[int]:
 
 
 class Batch:
-    """Up to `max_rows` rows with tables of up to `max_pages` pages."""
+    """Up to `max_rows` rows with tables of up to `max_pages` pages.
 
+    All its methods are called `on_stream`, a stream of its own: none captures graphs on a GPU's
+    default stream.
+    """
+
+    @torch.inference_mode()
     def __init__(
         self,
         decoder: Decoder,
@@ -66,6 +72,10 @@ class Batch:
         self._captures = self._on_gpu and decoder.capturable
         self._uncaptured: set[Variant] = set()  # those that were tried in vain
         self._graph_memory = torch.cuda.graph_pool_handle() if self._captures else None
+        self.on_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self._on_gpu:
+            self.on_stream = torch.cuda.stream(torch.cuda.Stream(device))
+            torch.cuda.synchronize(device)  # all so far was done on another stream
 
     def load(
         self,

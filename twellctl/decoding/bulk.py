@@ -112,14 +112,7 @@ class Bulk:
         self._held: Sequence | None = None  # what there was no room for
         self._under_way: tuple[list[Round], list[tuple[int, Sequence]]] | None = None
         self._variant = Variant()
-        self._on_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if on_gpu := decoder.device.type == "cuda":  # graphs are not captured on the default
-            self._on_stream = torch.cuda.stream(torch.cuda.Stream(decoder.device))
-        with torch.inference_mode():
-            pages = pages_for(self.context)
-            self._batch = Batch(decoder, rows, pages, 2 * ROUNDS, drafter)
-        if on_gpu:
-            torch.cuda.synchronize(decoder.device)
+        self._batch = Batch(decoder, rows, pages_for(self.context), 2 * ROUNDS, drafter)
 
     def close(self) -> None:
         """Wait until nothing runs any more that writes to the cache."""
@@ -148,7 +141,7 @@ class Bulk:
     @torch.inference_mode()
     def _advance(self, following: Callable[[], Sequence | None]) -> tuple[bool, list[Sequence]]:
         """Launch the next rounds and look at those before; (whether to go on, what has ended)."""
-        with self._on_stream:
+        with self._batch.on_stream:
             entered = self._enter(following)
             launched = self._launch()
             read, self._under_way = self._under_way, launched

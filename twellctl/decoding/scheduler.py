@@ -7,7 +7,6 @@ first; then the host knows each row and sets all anew.
 No threads here: whoever owns a `Scheduler` calls `advance` until nothing is left to do.
 """
 
-import contextlib
 import functools
 import gc
 import operator
@@ -68,15 +67,8 @@ class Scheduler:
         self._variant = Variant()
         self._changed = False
         self._settled = False  # the rows are ready for a round that was put off
-        on_gpu = decoder.device.type == "cuda"
-        self._on_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if on_gpu:  # graphs are not captured on the default stream
-            self._on_stream = torch.cuda.stream(torch.cuda.Stream(decoder.device))
-        with torch.inference_mode():
-            pages = pages_for(self.context)
-            self._batch = Batch(decoder, self.max_running, pages, drafter=drafter)
-        if on_gpu:
-            torch.cuda.synchronize(decoder.device)  # all so far was done on another stream
+        pages = pages_for(self.context)
+        self._batch = Batch(decoder, self.max_running, pages, drafter=drafter)
 
     @property
     def busy(self) -> bool:
@@ -136,7 +128,7 @@ class Scheduler:
     def advance(self) -> list[Event]:
         """Read prompts for a while or launch one round; what is known of rounds before."""
         events = self._events
-        with self._on_stream:
+        with self._batch.on_stream:
             begun = False
             if not self._settled and (self._changed or self._can_enter() or not self._can_go_on()):
                 begun = self._settle(events)
