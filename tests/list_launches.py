@@ -90,7 +90,7 @@ def run_down(kernels, device: str, lists: Lists, rounds, w_down, bias, splits: i
     """float32 [M, K]: y, over NaN; `w_down` [N, K]."""
     shape, K = lists.shape, w_down.shape[1]
     y = nan(shape.M, K, device=device, dtype=torch.bfloat16)
-    sums = nan(8 * shape.num_groups, K, device=device) if shape.num_panels > 1 else None
+    sums = nan(shape.M, K, device=device) if shape.num_panels > 1 else None
     given = (w_down, bias, lists.num_rounds, rounds, masks_of(lists))
     given = [there(part, device) for part in given]
     for panel in range(shape.num_panels):

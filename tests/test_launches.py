@@ -49,7 +49,7 @@ def test_many_neurons_take_several_panels():
     assert [args[8] for _, _, _, args, _ in downs] == list(range(plan.num_panels))
     sums = {(args[-2].data_ptr(), args[-2].shape) for _, _, _, args, _ in downs}  # in fp32
     assert len(sums) == 1
-    assert sums.pop()[1] == (16, 64)  # of whole groups of tokens
+    assert sums.pop()[1] == (10, 64)
     (down,) = (x for x in launches(10, 64, 96) if x[0] == "down")
     assert down[3][-2] is None
 

@@ -85,11 +85,19 @@ class Pages:
         )
 
 
-def tables_of_angles(D: int, num: int = 2048, turned: int | None = None) -> Rotary:
+def tables_of_angles(D: int, turned: int | None = None) -> Rotary:
     turned = turned or D
-    angles = torch.arange(num)[:, None] * 1e4 ** (-torch.arange(0, turned, 2) / turned)
+    angles = torch.arange(2048)[:, None] * 1e4 ** (-torch.arange(0, turned, 2) / turned)
     angles = F.pad(torch.cat((angles, angles), 1), (0, head_width(D) - turned))
     return Rotary(angles.cos().bfloat16().to(DEVICE), angles.sin().bfloat16().to(DEVICE), turned)
+
+
+def layer_of(pages: Pages, window: int | None, normed: bool, cap: float | None) -> AttendLayer:
+    """A layer over these pages; `normed`: with RMSNorms over heads."""
+    D, rest = pages.D, (0, head_width(pages.D) - pages.D)
+    weights = [1 + random_bf16(D, seed=i, scale=0.1) if normed else None for i in (3, 4)]
+    wide = [None if weight is None else F.pad(weight, rest) for weight in weights]
+    return AttendLayer(pages.keys, pages.values, D**-0.5, window, *wide, EPS, cap)
 
 
 def new_heads(qkv: Tensor, rotary, pages: Pages, layer: AttendLayer, H: int, Hkv: int):
@@ -151,10 +159,7 @@ def check_attend(
     """One step over random pages; the rows it gives."""
     H, Hkv, D = heads
     pages = Pages(positions, Hkv, D)
-    weights = [1 + random_bf16(D, seed=i, scale=0.1) if normed else None for i in (3, 4)]
-    rest = 0, head_width(D) - D
-    wide = [None if weight is None else F.pad(weight, rest) for weight in weights]
-    layer = AttendLayer(pages.keys, pages.values, D**-0.5, window, *wide, EPS, cap)
+    layer = layer_of(pages, window, normed, cap)
     plan = plan_attend(len(positions), H, Hkv, D, pages.width * PAGE, 132)
     plan = replace(
         plan,
@@ -252,13 +257,7 @@ def check_queries(
                 made.keys[page, :, slot] = made.values[page, :, slot] = (
                     NAN  # the columns behind, too
                 )
-    weights = [1 + random_bf16(D, seed=i, scale=0.1) if normed else None for i in (3, 4)]
-    rest = 0, head_width(D) - D
-    wide = [None if weight is None else F.pad(weight, rest) for weight in weights]
-    layer, other = (
-        AttendLayer(made.keys, made.values, D**-0.5, window, *wide, EPS, cap)
-        for made in (pages, others)
-    )
+    layer, other = (layer_of(made, window, normed, cap) for made in (pages, others))
     plan = plan_attend(B, H, Hkv, D, pages.width * PAGE, 132, Q)
     plan = replace(plan, splits=splits or plan.splits, num_warps=warps or plan.num_warps)
     plan = replace(plan, whole_batches=1)

@@ -97,9 +97,9 @@ def random_problem(draw: random.Random) -> Problem:
     return Problem(x, ffn_by_neurons(*weights, *biases), residual)
 
 
-def patterned(fired: Tensor, K: int = 128) -> Problem:
-    """A problem whose gate fires exactly where `fired` `[M, N]`, M <= K, says so."""
-    M, N = fired.shape
+def patterned(fired: Tensor) -> Problem:
+    """A problem whose gate fires exactly where `fired` `[M, N]`, M <= 128, says so."""
+    (M, N), K = fired.shape, 128
     x, w_gate = torch.eye(K, device=DEVICE)[:M].bfloat16(), -whole(N, K).abs()
     values = torch.randint(1, 100, (N, M), device=DEVICE).bfloat16()
     w_gate[:, :M] = torch.where(fired.T, values, w_gate[:, :M])

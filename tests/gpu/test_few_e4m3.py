@@ -180,9 +180,9 @@ def by_pairs(kernels: KernelSet, problem: Problem, **how) -> Tensor:
     return few_pairs(kernels, limits(), problem.x, problem.ffn, residual=problem.residual, **how)
 
 
-def patterned(fired: Tensor, K: int = 128) -> Problem:
-    """A problem whose gate fires exactly where `fired` `[M, N]`, M <= K, says so."""
-    M, N = fired.shape
+def patterned(fired: Tensor) -> Problem:
+    """A problem whose gate fires exactly where `fired` `[M, N]`, M <= 128, says so."""
+    (M, N), K = fired.shape, 128
     x, w_gate = torch.eye(K, device=DEVICE)[:M].bfloat16(), -whole(N, K, most=4).abs()
     values = torch.randint(1, 9, (N, M), device=DEVICE).bfloat16()
     w_gate[:, :M] = torch.where(fired.T, values, w_gate[:, :M])

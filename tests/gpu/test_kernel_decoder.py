@@ -116,6 +116,13 @@ def shortfall(logits: torch.Tensor, chosen: torch.Tensor) -> float:
     return (logits.amax(-1) - logits.gather(-1, chosen[:, None])[:, 0]).max().item()
 
 
+def shortfalls(judge, model, prompt: list[int], written: list[int]) -> tuple[float, float]:
+    """By the judge, of the tokens that the model itself chooses, in bf16, and of `written`."""
+    wanted = logits_of(judge, prompt, written)
+    usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))
+    return usual, shortfall(wanted, torch.tensor(written, device="cuda"))
+
+
 @pytest.mark.parametrize("form", ["sparse", "dense", "silu"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_the_models_own(family, form):
@@ -139,12 +146,9 @@ def test_tokens_are_the_models_own(family, form):
     tokens = run()
     assert [len(written) for written in tokens] == [NUM_TOKENS] * len(prompts)
     assert run() == tokens
-    usual, found = [], []
-    for prompt, written in zip(prompts, tokens, strict=True):
-        wanted = logits_of(judge, prompt, written)
-        usual.append(shortfall(wanted, logits_of(model, prompt, written).argmax(-1)))
-        found.append(shortfall(wanted, torch.tensor(written, device="cuda")))
-    assert max(found) <= max(2 * max(usual), 0.1)  # `usual` is of bf16 itself
+    texts = zip(prompts, tokens, strict=True)
+    usual, found = zip(*(shortfalls(judge, model, *text) for text in texts), strict=True)
+    assert max(found) <= max(2 * max(usual), 0.1)
 
 
 FP8_FAMILIES = {
@@ -282,9 +286,7 @@ def test_a_row_alone_over_fp8_weights_of_any_size(family):
 
 def check_written(judge, model, prompt: list[int], written: list[int]) -> None:
     """That these tokens are about as likely by the judge as those of the model itself."""
-    wanted = logits_of(judge, prompt, written)
-    usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))
-    found = shortfall(wanted, torch.tensor(written, device="cuda"))
+    usual, found = shortfalls(judge, model, prompt, written)
     assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
 
 

@@ -145,9 +145,9 @@ def random_problem(draw: random.Random) -> Problem:
     return Problem(x, (w_gate, w_up, w_down, *biases), slots, exact)
 
 
-def patterned(fired: Tensor, slots: int, K: int = 512) -> Problem:
-    """A problem whose gate fires exactly where `fired` `[M, N]`, M <= K, says so."""
-    M, N = fired.shape
+def patterned(fired: Tensor, slots: int) -> Problem:
+    """A problem whose gate fires exactly where `fired` `[M, N]`, M <= 512, says so."""
+    (M, N), K = fired.shape, 512
     x, w_gate = torch.eye(K, device=DEVICE)[:M].bfloat16(), -whole(N, K).abs()
     values = torch.randint(1, 100, (N, M), device=DEVICE).bfloat16()
     w_gate[:, :M] = torch.where(fired.T, values, w_gate[:, :M])
@@ -258,8 +258,9 @@ def test_any_layout_of_w_down_gives_the_same(sources, route):
         assert torch.equal(problem.run(sources, route), wanted)
 
 
-def real_problem(M: int = 700, K: int = 256, N: int = 1024) -> Problem:
+def real_problem(M: int = 700) -> Problem:
     torch.manual_seed(0)
+    K, N = 256, 1024
     shapes = ((M, K), (N, K), (N, K), (K, N))
     x, *weights = (torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes)
     weights = [weight * weight.shape[1] ** -0.5 for weight in weights]

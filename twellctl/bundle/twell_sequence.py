@@ -217,8 +217,7 @@ def _masks(plan: Plan, like: Tensor) -> Tensor:
 def launch_down(kernels: KernelSet, plan: Plan, ffn: FFN, lists: PairLists, y: Tensor) -> None:
     """y of the filled rounds; that of heavy rows is not what it should be."""
     M, N, K, P = plan.M, plan.N, plan.K, plan.num_panels
-    padded = plan.num_groups * spec.GROUP
-    sums = y.new_empty((padded, ffn.K), dtype=torch.float32) if P > 1 else None
+    sums = y.new_empty((M, K), dtype=torch.float32) if P > 1 else None
     for panel in range(P):
         kernels.launch(
             "down",
