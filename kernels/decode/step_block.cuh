@@ -3,6 +3,7 @@
 
 #include "spec.cuh"
 #include "decode/step_shared.cuh"
+#include "decode/step_words.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/compiler.cuh"
 #include "ptx/global.cuh"
@@ -136,10 +137,6 @@ struct Taken<Kind, true> {
     Unit<Kind> units[kTake];
     float scales[kTake];
 };
-
-__device__ __forceinline__ unsigned tagged(unsigned bits, unsigned tag) {
-    return bits << 16 | (tag & 0xffff);
-}
 
 // 8 bf16, as they were before they had tags.
 __device__ __forceinline__ uint4 await_eight(const unsigned* from, unsigned tag) {

@@ -9,14 +9,10 @@
 #include "ptx/barriers.cuh"
 #include "ptx/copies.cuh"
 #include "ptx/global.cuh"
-#include "ptx/halves.cuh"
 #include "ptx/handover.cuh"
 #include "ptx/shared.cuh"
-#include "ptx/tma.cuh"
 #include "tile/bf16.cuh"
-#include "tile/eights.cuh"
 #include "tile/fires.cuh"
-#include "tile/halves.cuh"
 #include "tile/warp.cuh"
 
 namespace {

@@ -18,8 +18,6 @@
 #include "decode/step_block.cuh"
 #include "ptx/barriers.cuh"
 #include "ptx/compiler.cuh"
-#include "ptx/halves.cuh"
-#include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "tile/halves.cuh"

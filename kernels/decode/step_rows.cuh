@@ -10,12 +10,9 @@
 
 #include "decode/step_attend.cuh"
 #include "ptx/barriers.cuh"
-#include "ptx/halves.cuh"
-#include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
-#include "tile/eights.cuh"
-#include "tile/halves.cuh"
+#include "tile/weights.cuh"
 
 namespace {
 

@@ -22,7 +22,6 @@
 #include "decode/step_rows.cuh"
 #include "ptx/barriers.cuh"
 #include "ptx/bytes.cuh"
-#include "ptx/global.cuh"
 #include "ptx/shared.cuh"
 #include "tile/bf16.cuh"
 #include "tile/eights.cuh"

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "decode/attend_softmax.cuh"
-#include "decode/step_words.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/compiler.cuh"

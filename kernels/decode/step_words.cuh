@@ -14,6 +14,11 @@ __device__ __forceinline__ unsigned long long tagged(float value, unsigned tag) 
     return static_cast<unsigned long long>(tag) << 32 | __float_as_uint(value);
 }
 
+// The bits of a bf16 with as many of a tag.
+__device__ __forceinline__ unsigned tagged(unsigned bits, unsigned tag) {
+    return bits << 16 | (tag & 0xffff);
+}
+
 // Two floats, each with a whole word of tag beside it: {low, tag, high, tag}.
 __device__ __forceinline__ void store_floats(uint4* to, float low, float high, unsigned tag) {
     store_relaxed_longs(to, tagged(low, tag), tagged(high, tag));

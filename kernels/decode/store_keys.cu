@@ -6,7 +6,6 @@
 //
 // Launch: a warp a block, grid (Hkv, B), dynamic shared memory 5 DIM 4 bytes: as `Shared` has it,
 // q, k and v, and three heads that `rotate` turns.
-#include "spec.cuh"
 #include "decode/attend_job.cuh"
 #include "decode/attend_token.cuh"
 #include "ptx/global.cuh"

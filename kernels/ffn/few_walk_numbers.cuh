@@ -21,7 +21,6 @@
 #include "ptx/arithmetic.cuh"
 #include "ptx/compiler.cuh"
 #include "ptx/global.cuh"
-#include "ptx/halves.cuh"
 #include "ptx/mma.cuh"
 #include "tile/halves.cuh"
 #include "tile/weights.cuh"

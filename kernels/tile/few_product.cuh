@@ -25,12 +25,9 @@
 #pragma once
 
 #include "ptx/arithmetic.cuh"
-#include "ptx/bf16.cuh"
 #include "ptx/compiler.cuh"
 #include "ptx/copies.cuh"
 #include "ptx/global.cuh"
-#include "ptx/halves.cuh"
-#include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 #include "tile/bf16.cuh"
 #include "tile/few_sizes.cuh"
