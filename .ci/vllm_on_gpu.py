@@ -28,7 +28,7 @@ import typer
 from transformers import AutoModelForCausalLM
 
 from twellctl.bench.random_model import make_model, open_shape
-from twellctl.bundle.twell_config import TILE, new_twell, quantization_config
+from twellctl.bundle.twell_config import TILE, new_twell
 from twellctl.convert import convert
 from twellctl.evaluation.questions import prompt_of, read_tasks, right
 from twellctl.export import export
@@ -37,6 +37,7 @@ from twellctl.firing.profiled import Profile
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import fingerprint
 from twellctl.models.quantised import kept_layers, round_tensors
+from twellctl.models.schemes import SCHEMES
 from twellctl.models.silu_form import choose_form, factors, scaled
 
 Answer = tuple[str, str, int]  # text, why it ended (or the error), number of tokens
@@ -307,8 +308,9 @@ def _as_exported(config: Path, density: float, fp8: bool, context: int, weights:
     if fp8:
         kept = kept_layers(model)
         linears = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-        tensors = round_tensors(tensors, frozenset(linears - set(kept)))
-        written["quantization_config"] = quantization_config("e4m3", kept)
+        scheme = SCHEMES["fp8"]
+        tensors = round_tensors(tensors, frozenset(linears - set(kept)), scheme)
+        written["quantization_config"] = scheme.quantization_config(kept)
     weights.update(tensors)
     return written, fires
 

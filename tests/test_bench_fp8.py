@@ -7,7 +7,7 @@ import torch
 from small_benches import NO_FP8, TINY_STEPS, BothForms, relative
 from torch import nn
 
-from twellctl.bench import decode_runs
+from twellctl.bench import decode_runs, device
 from twellctl.bench.decode import bench_decode
 from twellctl.bench.settings import DecodeSettings
 from twellctl.bench.subject import in_precisions, is_in_fp8
@@ -16,6 +16,7 @@ from twellctl.export import export
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model, shared_copy
 from twellctl.models.quantised import round_model
+from twellctl.models.schemes import SCHEMES
 from twellctl.profile import profile
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def has_fp8(monkeypatch):
     """As if this device were one with FP8 products; torch's run on the CPU, too."""
-    monkeypatch.setattr(decode_runs, "why_no_products", lambda *asked: None)
+    monkeypatch.setattr(device, "why_no_products", lambda *asked: None)
 
 
 # ---- whole models ----
@@ -45,7 +46,7 @@ def test_what_is_expanded_is_rounded_to_the_same_again(fp8_export):
     assert not any(isinstance(module, RoundedLinear) for module in models.bf16.modules())
     assert models.bf16.lm_head.weight.data_ptr() == fp8.lm_head.weight.data_ptr()
     again = shared_copy(models.bf16)
-    round_model(again)
+    round_model(again, SCHEMES["fp8"])
     layers = [name for name, module in fp8.named_modules() if isinstance(module, RoundedLinear)]
     assert len(layers) == 14
     for name in layers:

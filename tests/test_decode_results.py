@@ -23,6 +23,7 @@ from twellctl.decoding.engine import EngineError
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.firing.counts import fired_meter
 from twellctl.models.quantised import round_model
+from twellctl.models.schemes import SCHEMES
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ def test_the_floor_of_a_step(tied):
     own = 3 * 128 * 0.5 + 2 * 128 * (0.5 + 0.25 + 0.0)
     assert step_bytes(model, (0.5, 0.25, 0.0), 5, gate=0.5) == 2 * (others + 64 * (own + 3 * 128))
     model.config.twell = None
-    round_model(model)
+    round_model(model, SCHEMES["fp8"])
     of_layers = 3 * attention + 3 * 3 * 64 * 192
     scales = 4 * 3 * (64 + 32 + 32 + 64 + 192 + 192 + 64)
     assert step_bytes(model, None, 5) == 2 * dense - of_layers + scales

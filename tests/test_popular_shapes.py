@@ -47,6 +47,7 @@ from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.screened import Screen
 from twellctl.decoding.screening import Screens
 from twellctl.models.quantised import round_model
+from twellctl.models.schemes import SCHEMES
 
 DEVICES = {
     "H200": Limits(132, 227 << 10, (9, 0)),
@@ -292,7 +293,7 @@ def test_one_row_over_fp8_weights_is_one_kernel_where_it_is_in_bf16(judge, shape
     """But for heads of 256, which the kernel of a whole step has in bf16 alone."""
     model = shape.model(shape.vocabulary, "meta", num_hidden_layers=1)
     expected = kernel_fit.why_not_one_kernel(model) is None and shape.D != 256
-    round_model(model)
+    round_model(model, SCHEMES["fp8"])
     if said := why_not(model, monkeypatch):
         pytest.skip(f"the engine has no kernels for it in FP8: {said}")
     # products of tensors without numbers

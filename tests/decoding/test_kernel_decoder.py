@@ -19,6 +19,7 @@ from twellctl.decoding.opening import SLOW, describe_decoder, open_scheduler
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import PAGE
 from twellctl.models.quantised import round_model
+from twellctl.models.schemes import SCHEMES
 
 
 @pytest.fixture(autouse=True)
@@ -266,7 +267,7 @@ def test_of_another_activation_no_sparse_kernel_is_compiled(tiny, as_on_a_gpu, k
 def test_fp8_with_another_activation_is_refused(tiny, as_on_a_gpu):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
     model = tiny(**sizes, hidden_act="silu").bfloat16()
-    round_model(model)
+    round_model(model, SCHEMES["fp8"])
     assert "the FFNs of LlamaForCausalLM are rounded to e4m3 and not ReLU" in KernelDecoder.why_not(
         model
     )
@@ -306,7 +307,7 @@ def test_what_would_be_passed_by_is_refused(tiny, as_on_a_gpu, change, said):
 
 def test_scales_of_another_dtype_are_refused(tiny, as_on_a_gpu):
     model = tiny(hidden_size=128, intermediate_size=128, head_dim=64).bfloat16()
-    round_model(model)
+    round_model(model, SCHEMES["fp8"])
     scale = model.model.layers[1].mlp.down_proj.weight_scale
     scale.data = scale.data.bfloat16()
     assert "scales in float32" in KernelDecoder.why_not(model)
@@ -348,7 +349,7 @@ def test_a_step_is_one_kernel_where_model_and_gpu_are_such(tiny, monkeypatch):
     assert "a hidden size of 64" in module.why_not_one_kernel(tiny("llama", **SIZES))
     assert module.step_sizes(takes).entry("sparse") == "step_2048_64"
     rounded = tiny("llama", **wide)
-    round_model(rounded)
+    round_model(rounded, SCHEMES["fp8"])
     assert module.why_not_one_kernel(rounded) is None
     assert module.step_sizes(rounded).entry("sparse") == "step_2048_64_e4m3"
     mixed = tiny("llama", **wide)

@@ -16,6 +16,7 @@ from twellctl.decoding.kernel_fit import why_not_one_kernel
 from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.models.quantised import round_model
+from twellctl.models.schemes import SCHEMES
 
 pytestmark = pytest.mark.gpu
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -177,7 +178,7 @@ def test_steps_over_fp8_weights(family):
     With many rows PyTorch's products round their inputs to e4m3.
     """
     model = make(family, FP8_FAMILIES[family] | {"intermediate_size": 1408})
-    round_model(model)
+    round_model(model, SCHEMES["fp8"])
     judge = dequantised(model)
     assert KernelDecoder.why_not(model) is None
     decoders = {s: attached(KernelDecoder(model, s), 40) for s in (False, True)}
@@ -236,7 +237,7 @@ def test_a_row_alone(family, sparse, weights):
         pytest.skip("takes one kernel in bf16 alone")
     if weights == "fp8":
         model = make_for_one_kernel(family, 1408)
-        round_model(model)
+        round_model(model, SCHEMES["fp8"])
         judge = dequantised(model)
     else:
         model = make_for_one_kernel(family)
@@ -271,7 +272,7 @@ def test_a_row_alone_over_fp8_weights_of_any_size(family):
             layer.mlp.down_proj.weight /= size**2
             layer.self_attn.v_proj.weight *= size
             layer.self_attn.o_proj.weight /= size
-    round_model(model)
+    round_model(model, SCHEMES["fp8"])
     judge, decoder = dequantised(model), attached(KernelDecoder(model), 3)
     tokens = torch.tensor([[7]], dtype=torch.int32, device="cuda")
     inputs = tokens, torch.zeros_like(tokens), tokens * 0 + 1
@@ -393,7 +394,7 @@ def test_two_decoders_over_one_model_and_one_cache(kind, weights):
             model = make_for_one_kernel("llama", 1408)
         model.config.twell = {"tile": 256, "slots": [64, 64, 64]}
         if weights == "fp8":
-            round_model(model)
+            round_model(model, SCHEMES["fp8"])
         return model
 
     @torch.inference_mode()

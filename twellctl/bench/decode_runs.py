@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from twellctl.bench.device import why_no_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
-from twellctl.bench.subject import DTYPE, Precisions
+from twellctl.bench.subject import Precisions
 from twellctl.bundle.twell_config import mapped_neurons
-from twellctl.bundle.twell_e4m3 import why_no_products
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.decoder import Decoder
@@ -32,6 +32,7 @@ from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.screening import Screens
 from twellctl.models.loading import shared_copy
 from twellctl.models.quantised import round_model
+from twellctl.models.schemes import SCHEMES
 
 ENGINE_DENSE, ENGINE_TWELL = "dense", "twell"
 ENGINE_DENSE_FP8, ENGINE_TWELL_FP8 = "dense FP8", "twell FP8"
@@ -168,19 +169,12 @@ def _in_fp8(models: Precisions) -> PreTrainedModel:
     if models.fp8 is not None:
         return models.fp8
     model = without_map(models.bf16)
-    if said := _why_no_fp8(model):
+    linears = [m for m in model.base_model.modules() if type(m) is nn.Linear]
+    sizes = {(linear.out_features, linear.in_features) for linear in linears}
+    if said := why_no_fp8(model.device, sizes):
         raise ValueError(said)
     rounded = shared_copy(model)
-    round_model(rounded)
+    round_model(rounded, SCHEMES["fp8"])
     if said := KernelDecoder.why_not(rounded):
         raise ValueError(said)
     return rounded
-
-
-def _why_no_fp8(model: PreTrainedModel) -> str | None:
-    """None if this device has FP8 products for the linear layers of `model`, else why not."""
-    index = model.device.index if model.device.type == "cuda" else None
-    linears = [m for m in model.base_model.modules() if type(m) is nn.Linear]
-    sizes = sorted({tuple(linear.weight.shape) for linear in linears})
-    reasons = (why_no_products(index, N, K, str(DTYPE)) for N, K in sizes)
-    return next((said for said in reasons if said), None)

@@ -5,10 +5,12 @@ import gc
 import math
 import os
 import platform
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from twellctl.bundle.twell_e4m3 import why_no_products
 from twellctl.bundle.twell_nvrtc import find_nvrtc
 from twellctl.errors import TwellError, UsageError
 from twellctl.here.machine import CUPY_WHEELS, version_of
@@ -81,3 +83,10 @@ def free_memory(device: torch.device) -> float:
 def device_name(device: torch.device) -> str:
     """What to call the device in a sentence."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def why_no_fp8(device: torch.device, sizes: Iterable[tuple[int, int]]) -> str | None:
+    """None if `device` has FP8 products of bf16 by weights of all `sizes` (N, K), else why not."""
+    index = device.index if device.type == "cuda" else None
+    reasons = (why_no_products(index, N, K, str(torch.bfloat16)) for N, K in sorted(sizes))
+    return next((said for said in reasons if said), None)

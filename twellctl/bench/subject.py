@@ -20,6 +20,7 @@ from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer, shared_copy
 from twellctl.models.quantised import expand_model, round_model
+from twellctl.models.schemes import SCHEMES
 from twellctl.text.blocks import spread_windows, token_stream
 from twellctl.text.reading import read_texts
 
@@ -123,10 +124,10 @@ def in_precisions(model: PreTrainedModel, quantize: str | None) -> Precisions:
     """Of a model in bf16 or of an FP8 export, which is in FP8 already. Weights that need no change
     are shared; with `quantize` those of `model` itself are rounded.
     """
-    if quantize is None and not is_in_fp8(model):
-        return Precisions(model, None)
     if not is_in_fp8(model):
-        round_model(model)
+        if quantize is None:
+            return Precisions(model, None)
+        round_model(model, SCHEMES[quantize])
     bf16 = shared_copy(model)
     expand_model(bf16, DTYPE)
     return Precisions(bf16, model)

@@ -19,7 +19,7 @@ from twellctl.bundle.twell_rounded_linear import (
 )
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint
-from twellctl.models.schemes import SCHEMES, Scheme
+from twellctl.models.schemes import Scheme
 
 _WEIGHT = ".weight"
 
@@ -57,7 +57,7 @@ def rounded_layers(checkpoint: Checkpoint, model: PreTrainedModel) -> frozenset[
 
 
 @torch.no_grad()
-def round_model(model: PreTrainedModel, scheme: Scheme = SCHEMES["fp8"]) -> None:
+def round_model(model: PreTrainedModel, scheme: Scheme) -> None:
     """Replace the linear layers of a model in memory by rounded ones, as an export has them."""
     kept = kept_layers(model)
     old = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in kept}
@@ -84,7 +84,7 @@ def expand_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def round_tensors(
-    tensors: Iterable[tuple[str, Tensor]], layers: frozenset[str], scheme: Scheme = SCHEMES["fp8"]
+    tensors: Iterable[tuple[str, Tensor]], layers: frozenset[str], scheme: Scheme
 ) -> Iterator[tuple[str, Tensor]]:
     """`tensors`, with the weights of `layers` rounded, each followed by its scales of rows."""
     for name, tensor in tensors:
