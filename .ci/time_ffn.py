@@ -4,9 +4,9 @@
     python .ci/time_ffn.py --fp8 --hidden-size 4096 --intermediate-size 14336 --tokens 16
     python .ci/time_ffn.py --train --tokens 16384 --density 0.005
 
-Weights and inputs are those of twellctl/firing/synthetic.py. All candidates take turns in one run,
-over copies of the weights that outgrow the L2 cache; below 8192 tokens CUDA graphs are replayed,
-but of --train. Errors are against float64, of the gradients the largest.
+Weights and inputs are those of twellctl/bundle/twell_synthetic.py. All candidates take turns in one
+run, over copies of the weights that outgrow the L2 cache; below 8192 tokens CUDA graphs are
+replayed, but of --train. Errors are against float64, of the gradients the largest.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from twellctl.bundle.twell_dense import gated_ffn, rounded_weight
 from twellctl.bundle.twell_e4m3 import why_no_products
 from twellctl.bundle.twell_ffn import sparse_ffn, train_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons
+from twellctl.bundle.twell_synthetic import FfnWeights, make_rows, make_weights
 from twellctl.bundle.twell_train import plain_train_ffn
 from twellctl.bundle.twell_weights import FFN
 from twellctl.firing.counts import LayerCount
-from twellctl.firing.synthetic import FfnWeights, make_rows, make_weights
 from twellctl.here.own_kernels import own_kernels
 
 BF16, JUDGED_ROWS = torch.bfloat16, 512

@@ -5,6 +5,7 @@ from shapes import TINY_CONFIG
 
 from twellctl.bench.decode_results import DecodeForm
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
+from twellctl.bundle.twell_choice import WayPlan
 from twellctl.decoding.torch_decoder import TorchDecoder
 
 TINY_STEPS = {
@@ -28,7 +29,7 @@ class BothForms(TorchDecoder):
     def __init__(self, model, sparse: bool = True, gates: str = "whole"):
         super().__init__(model)
         if sparse:
-            self.chosen = lambda rows: "union" if rows > 1 else None
+            self.plan = WayPlan.parse("1 one kernel, 2+ union")
 
 
 def decode_form(name: str, seconds: float, **more) -> DecodeForm:

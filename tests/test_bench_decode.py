@@ -63,8 +63,8 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
             twell, dense = point["forms"]["twell"], point["forms"]["dense"]
             assert twell["over_dense"] == pytest.approx(dense["ms"] / twell["ms"])
             assert dense["over_dense"] == 1
-            assert dense["chosen"] is None
-            assert twell["chosen"] == ("union" if point is three else None)
+            assert dense["way"] is None
+            assert twell["way"] == ("union" if point is three else "one kernel")
             assert twell["floor_bytes"] < dense["floor_bytes"]
             # the same tokens: float noise apart they fire alike
             assert twell["density"] == pytest.approx(dense["density"], rel=0.05)
@@ -132,7 +132,7 @@ def test_a_form_that_chooses_other_tokens_is_reported(cli, both_forms, monkeypat
     words += ("--density", 0.02)
     code, out, err = cli("bench", "decode", *words, "--device", "cpu")
     assert code == 1
-    assert "(union)" in out  # the form that the engine chose
+    assert "(union)" in out  # the way of its steps
     assert "twell chose a token" in err[-1]
     assert "standard deviations of the logits below the likeliest at batch 2" in err[-1]
 

@@ -6,16 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from shapes import TINY_CONFIG
-from torch import nn
 
 from twellctl.bench import twell_side
 from twellctl.bench.model import bench_model, last_hidden
 from twellctl.bench.random_model import make_model, open_shape
 from twellctl.bench.settings import ModelSettings
-from twellctl.bench.twell_side import routes_taken, twell_twin
-from twellctl.bundle import twell_ffn
+from twellctl.bench.twell_side import twell_twin, ways_taken
 from twellctl.bundle.twell_model import TwellFFN, gated_ffns
-from twellctl.bundle.twell_route import Choice, Kind, density_bucket
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.models.loading import MASKLESS, without_mask
@@ -156,22 +153,9 @@ def test_a_wrong_result_ends_in_an_error(cli, monkeypatch):
 
 
 def test_which_way_auto_went(monkeypatch):
-    bucket, auto = density_bucket(0.01), ("union", "lists", "dense")
-    kinds = {
-        Kind("a GPU", 64, 256, False, 16384, bucket, 8, "hopper", auto): Choice("lists", "dense"),
-        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto): Choice("dense", "union"),
-        Kind("a GPU", 64, 256, False, 16384, bucket, 16, "hopper", auto): Choice("dense", "dense"),
-        Kind("a GPU", 64, 256, False, 64, bucket, 8, "hopper", auto[:2]): Choice("union", "union"),
-    }
-    monkeypatch.setattr(twell_ffn, "known_choices", lambda: kinds)
-    layers = [(8, 0.01), (8, 0.01), (16, 0.01), (8, 0.1)]
-    ffns = [
-        SimpleNamespace(
-            twell_slots=slots, twell_density=density, down_proj=nn.Linear(256, 64, False)
-        )
-        for slots, density in layers
-    ]
+    """By the plans of layers that have one."""
+    plans = ["1-64 union, 65+ dense"] * 2 + ["1-64 dense, 65+ lists", ""]
+    ffns = [SimpleNamespace(twell_plan=plan) for plan in plans]
     monkeypatch.setattr(twell_side, "gated_ffns", lambda twin: ffns)
-    assert routes_taken(None, 10000) == {"lists": 2, "dense": 1}
-    # graphs are replayed there
-    assert routes_taken(None, 50) == {"union": 2}
+    assert ways_taken(None, 10000) == {"dense": 2, "lists": 1}
+    assert ways_taken(None, 50) == {"union": 2, "dense": 1}

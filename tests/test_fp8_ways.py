@@ -10,13 +10,13 @@ from test_fp8 import spread, weight_of
 from test_ways import A100, H200, L4, as_on_an_h200
 from torch import Tensor, nn
 
-from twellctl.bundle import twell_e4m3, twell_ffn, twell_model, twell_reasons, twell_route
+from twellctl.bundle import twell_e4m3, twell_ffn, twell_model, twell_reasons
 from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_dense import gated_ffn
 from twellctl.bundle.twell_e4m3 import DTYPE
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_rounded_linear import RoundedLinear
-from twellctl.bundle.twell_ways import WAYS, Problem, Way, ways_of
+from twellctl.bundle.twell_ways import WAYS, Problem, ways_of
 from twellctl.bundle.twell_weights import FFN
 
 B200 = Limits(148, 232448, (10, 0))
@@ -48,7 +48,7 @@ class Operator:
     """Calls it on the CPU; `ran`: the ways, with whether W_down came by rows of neurons."""
 
     def __init__(self):
-        self.ran, self.timed = [], []
+        self.ran = []
         self.weights = [weight_of(*size, seed=i) for i, size in enumerate([(N, K), (N, K), (K, N)])]
 
     def __call__(self, M: int, route: str = "auto", *, turned: bool = True, bias=None) -> Tensor:
@@ -62,7 +62,7 @@ class Operator:
 
 
 @pytest.fixture
-def operator(monkeypatch, tmp_path):
+def operator(monkeypatch):
     call = Operator()
 
     def way(found):
@@ -72,30 +72,15 @@ def operator(monkeypatch, tmp_path):
 
         return replace(found, run=run)
 
-    def measure(runs):
-        call.timed.append(list(runs))
-        return {f"{m} {name}": 0.1 + (name != "dense") for m in ("eager", "graph") for name in runs}
-
-    as_on_an_h200(monkeypatch, tmp_path, way, measure)
+    as_on_an_h200(monkeypatch, way)
     monkeypatch.setattr(twell_reasons, "device_limits", lambda index: H200)
     monkeypatch.setattr(twell_ffn, "why_no_kernels", lambda *asked: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return call
-
-
-def test_all_ways_are_measured_and_kept_apart_from_those_of_bf16(operator):
-    operator(16)
-    operator(2)
-    operator(2)
-    assert operator.timed == [["pairs", "union", "dense"], ["union", "dense"]]
-    kinds = twell_route.known_choices()
-    assert all("e4m3" in kind.kernels for kind in kinds)
-    assert {kind.density for kind in kinds} == {None}
 
 
 @pytest.mark.parametrize("turned", [True, False])
 def test_kernels_get_rows_of_neurons_and_dense_products_what_is_stored(operator, turned):
-    for M, route in ((16, "twell"), (2, "twell"), (100, "twell"), (16, "auto")):
+    for M, route in ((16, "1+ pairs"), (2, "twell"), (100, "twell"), (17, "auto")):
         operator(M, route, turned=turned)
     assert operator.ran == [("pairs", True), ("union", True), ("dense", False), ("dense", False)]
 
@@ -105,7 +90,7 @@ def test_the_route_dense_and_no_rows_ask_for_no_kernels(operator, monkeypatch):
     with reasons_said() as said:
         assert operator(100, "dense").shape == (100, K)
         assert operator(0).shape == (0, K)
-    assert (operator.ran, operator.timed, said) == ([], [], [])
+    assert (operator.ran, said) == ([], [])
 
 
 def test_many_tokens_do_not_reach_the_operator(monkeypatch):
@@ -168,33 +153,28 @@ def test_no_kernel_reads_other_dtypes(operator, wrong):
 
 
 def test_an_engine_has_a_dense_way_of_its_own(operator, monkeypatch):
-    """It is measured beside the others under its name, and runs where it is asked for."""
+    """It stands in for PyTorch's, also where no kernels run."""
     ran = []
 
     def run(kernels, limits, x, ffn, slots):
         ran.append(len(x))
         return gated_ffn(x, ffn)
 
-    own = Way("engine", lambda p: True, run, own=False, by_rows=False)
+    own = replace(WAYS[-1], run=run)
     ffn = FFN(*operator.weights, operator.weights[-1].values.t().contiguous())
     numbers = {"tile": 256, "slots": 64, "sources": "a", "density": 0.02}
-    for M in (16, 2):
+    numbers |= {"plan": "1 union, 2-3 dense, 4-64 pairs, 65+ dense"}
+    for M in (1, 2, 16):
         x = spread(M, K, seed=9, decades=0.2).bfloat16()
         y = twell_ffn.sparse_ffn_of_engine(own, x, ffn, **numbers)
         assert torch.equal(y, gated_ffn(x, ffn))
-    ways = [["pairs", "union", "engine"], ["union", "engine"]]
-    assert operator.timed == ways
-    assert [list(kind.ways) for kind in twell_route.known_choices()] == ways
-    assert operator.ran == [("pairs", True), ("union", True)]
-    assert ran == []
-    monkeypatch.setenv("TWELL_ROUTE", "dense")
-    twell_ffn.sparse_ffn_of_engine(own, x, ffn, **numbers)
-    monkeypatch.delenv("TWELL_ROUTE")
+    assert operator.ran == [("union", True), ("pairs", True)]
+    assert ran == [2]
     monkeypatch.setattr(twell_ffn, "why_no_kernels", lambda *asked: "no CuPy")
     with reasons_said() as said:
         twell_ffn.sparse_ffn_of_engine(own, x, ffn, **numbers)
     assert len(said) == 1
-    assert ran == [2, 2]
+    assert ran == [2, 16]
 
 
 # ---- how weights lie

@@ -5,7 +5,7 @@ many arguments as those have parameters, each as wide.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -40,7 +40,7 @@ from twellctl.bundle.twell_model import gated_ffns
 from twellctl.bundle.twell_plan import Limits, why_unfit
 from twellctl.bundle.twell_spec import ENTRY_FILES, KINDS
 from twellctl.bundle.twell_training import Wanted, backward, forward
-from twellctl.bundle.twell_ways import run_by_route
+from twellctl.bundle.twell_ways import Problem, run_by_plan, ways_of
 from twellctl.bundle.twell_weights import FFN
 from twellctl.decoding import kernel_decoder, kernel_fit
 from twellctl.decoding.kernel_decoder import KernelDecoder
@@ -61,7 +61,6 @@ ARCHS = {(8, 6): "sm_89"}
 ROWS = (1, 2, 3, 4, 8, 9, 16, 17, 24, 25, 32, 33, 48, 49, 64)  # between which nothing changes
 TOKENS = (*ROWS, 65, 128, 1024, 4096, 16384, 131072)
 TRAINED = (4096, 16384, 131072)
-DENSITIES = (-1.0, 0.005)  # -1: not known; where more fire there are fewer ways
 PAGES = 64  # of 64 positions: the context of the models
 MOST_OF_A_GRID = (2**31 - 1, 65535, 65535)
 
@@ -172,12 +171,10 @@ def ffn_of_shape(shape: Shape) -> FFN:
     return ffn_by_neurons(*(empty(N, K) for _ in range(3)))
 
 
-def run_all(*given) -> str:
-    """In the place of `choose`: each of the ways runs; the name of the first."""
-    (runs,) = (argument for argument in given if isinstance(argument, Mapping))
-    for run in runs.values():
-        run()
-    return next(iter(runs))
+def plans_of_all_ways(judge: Judge, M: int, shape: Shape, kind: str = "bf16") -> list[str]:
+    """A plan by each of the ways that take so many tokens."""
+    problem = Problem(M, shape.N, shape.K, judge.limits, kind=kind)
+    return [f"1+ {way.name}" for way in ways_of("auto", problem)]
 
 
 # ---- the operator ----
@@ -186,11 +183,10 @@ def run_all(*given) -> str:
 @of_shapes_on_devices
 def test_all_ways_of_the_operator(judge, shape, monkeypatch):
     assert why_unfit(shape.K, shape.N, 256, judge.limits.smem_bytes) is None
-    monkeypatch.setattr(twell_ways, "choose", run_all)
     ffn = ffn_of_shape(shape)
     for M in TOKENS:
-        for density in DENSITIES:
-            y = run_by_route(empty(M, shape.K), ffn, 64, density, "", "auto")
+        for plan in plans_of_all_ways(judge, M, shape):
+            y = run_by_plan(empty(M, shape.K), ffn, 64, -1.0, "", plan)
             assert y.shape == (M, shape.K)
     if judge.limits.hopper:
         assert {"gate_pack", "plan_cluster", "up", "hidden", "down"} <= judge.launched
@@ -207,7 +203,6 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     if N % step or K % step:
         pytest.skip(f"sizes of {shape.name} are no multiples of {step}")
     assert why_unfit(K, N, 256, judge.limits.smem_bytes) is None
-    monkeypatch.setattr(twell_ways, "choose", run_all)
     # no autocast on meta
     monkeypatch.setattr(twell_ways, "gated_ffn", lambda x, ffn: x)
     gate, up, turned = (empty(N, K).to(torch.float8_e4m3fn) for _ in range(3))
@@ -216,8 +211,9 @@ def test_all_ways_over_fp8_weights(judge, shape, monkeypatch):
     ffn = replace(ffn_of(gate, up, down, None, None, None, *scales), turned=turned)
     hopper = judge.limits.capability == (9, 0)
     for M in TOKENS:
-        y = run_by_route(empty(M, K), ffn, 64, 0.01, "", "auto")
-        assert y.shape == (M, K)
+        for plan in plans_of_all_ways(judge, M, shape, "e4m3"):
+            y = run_by_plan(empty(M, K), ffn, 64, 0.01, "", plan)
+            assert y.shape == (M, K)
     assert {"few_down_e4m3", "few_hidden_1_e4m3"} <= judge.launched
     if hopper:
         by_pairs = {name for name in judge.launched if name.startswith("few_walk")}
@@ -255,11 +251,11 @@ def test_all_steps_of_the_engine(judge, shape, monkeypatch):
             attached(decoder, PAGES + 1)
             most = decoder.max_rows
             for B in {most, *(rows for rows in ROWS if rows <= most)}:
-                logits, _ = decoder.run(*inputs(B, PAGES))  # by the first form
+                logits, _ = decoder.run(*inputs(B, PAGES))  # by the first way
                 assert logits.shape == (B, 1, shape.vocabulary)
-                _, *others = (forms := decoder.forms(B))
+                _, *others = (ways := decoder.ways(B))
                 for other in {"dense", "one screened kernel"}.intersection(others):
-                    found, _ = forms[other](*inputs(B, PAGES))
+                    found, _ = ways[other](*inputs(B, PAGES))
                     assert found.shape == (B, shape.vocabulary)
             # narrower tables make other plans of attention, of which more below
             for B in (1, decoder.max_rows):
@@ -304,10 +300,10 @@ def test_one_row_over_fp8_weights_is_one_kernel_where_it_is_in_bf16(judge, shape
         decoder = KernelDecoder(model, sparse=is_sparse)
         with torch.inference_mode():
             attached(decoder, PAGES + 1)
-            forms = decoder.forms(1)
-            assert ("one dense kernel" in forms) == expected
-            for form in forms.values():
-                logits, _ = form(*inputs(1, PAGES))
+            ways = decoder.ways(1)
+            assert ("one dense kernel" in ways) == expected
+            for way in ways.values():
+                logits, _ = way(*inputs(1, PAGES))
                 assert logits.shape == (1, shape.vocabulary)
     assert judge.launched <= judge.prepared
 

@@ -10,9 +10,9 @@ from shapes import FAMILIES, write_config
 from twellctl.bench import random_model as module
 from twellctl.bench.random_model import BUILT_IN, Shape, make_model, open_shape
 from twellctl.bundle.twell_model import gated_ffns
+from twellctl.bundle.twell_synthetic import make_rows, make_weights
 from twellctl.errors import TwellError
 from twellctl.firing.counts import count_layers, fired_meter
-from twellctl.firing.synthetic import make_rows, make_weights
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """The operator where no kernel runs: plain torch's result, in any mode, and what it says of it."""
 
-import contextlib
 import importlib.util
 import logging
 import shutil
@@ -22,7 +21,7 @@ from twellctl.bundle.twell_few import few_kernels, plan_few, takes_few
 from twellctl.bundle.twell_format import keep_fired
 from twellctl.bundle.twell_launch import KernelError, LoadError, kernels_for
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_ways import run_by_route
+from twellctl.bundle.twell_ways import run_by_plan
 from twellctl.convert import convert
 from twellctl.export import export
 
@@ -271,9 +270,6 @@ def test_what_is_not_taken(on_gpu):
 def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
     monkeypatch.setattr(twell_ways, "device_limits", lambda index: H200)
     monkeypatch.setattr(twell_ways, "kernels_for", lambda sources, index: "kernels")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     found = []
 
     def way(given):
@@ -289,7 +285,7 @@ def test_w_down_is_copied_only_where_it_lies_otherwise(monkeypatch, route, M):
     shifted = torch.cat([w_down.flatten()[:1], w_down.t().flatten()])[1:].view(96, 64).t()
     for laid in (w_down, shifted, w_down.t().contiguous().t()):
         ffn = ffn_of(w_gate, w_up, laid, *biases)
-        run_by_route(x, ffn, 8, 0.01, SOURCES, route)
+        run_by_plan(x, ffn, 8, 0.01, SOURCES, route)
         assert torch.equal(found[-1], w_down.t())
         if route == "dense":
             assert found[-1].data_ptr() == laid.data_ptr()

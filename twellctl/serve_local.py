@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import errno
-import logging
 import os
 import re
 import signal
@@ -71,7 +70,7 @@ def serve_local(
     check_gates(gates)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
-    with _short_turns(), _noted_steps(note), _listener(how.host, how.port) as listener:
+    with _short_turns(), _listener(how.host, how.port) as listener:
         served = load_served_model(
             checkpoint,
             names=names,
@@ -118,6 +117,8 @@ def load_served_model(
     engine = open_engine(model, [tokenizer.eos_token_id], **how)
     if engine.screens:
         about["gates"] = str(engine.screens)
+    if engine.plan:
+        about["steps"] = f"{engine.plan} (tokens at once, way)"
     defaults = sampling_of(model.generation_config) if own_sampling else {}
     if defaults:
         about["sampling"] = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
@@ -261,31 +262,6 @@ def _no_address(host: str, port: int, error: OSError | TypeError) -> TwellError:
     if error.errno == errno.EADDRINUSE:
         return TwellError(f"port {port} is in use: choose another with --port (0 takes a free one)")
     return TwellError(f"port {port} cannot be used: {said}; choose another with --port")
-
-
-class _Noting(logging.Handler):
-    """Hands messages on to a function."""
-
-    def __init__(self, note: Callable[[str], None]):
-        super().__init__()
-        self._note = note
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._note(record.getMessage())
-
-
-@contextlib.contextmanager
-def _noted_steps(note: Callable[[str], None]) -> Iterator[None]:
-    """`note` gets which form of a step the engine takes, when it chooses one."""
-    logger, handler = logging.getLogger("twellctl.decoding.step_forms"), _Noting(note)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -345,30 +345,27 @@ def test_errors_are_those_of_bf16(kernels, M, level, biases):
     assert max(errors.values()) <= 1.3 * errors["dense"], errors
 
 
-# ---- in the routes of an export ----
+# ---- in the operator ----
 
 
 @pytest.mark.usefixtures("no_fallback")
 @pytest.mark.parametrize("way", ["pairs", "union"])
-def test_the_operator_takes_them(sources, way, monkeypatch):
-    """Up to FEW_TOKENS tokens, whatever the strides of w_down; above, others."""
-    taken = []
-
-    def choose(kind, capturing, runs, *rest) -> str:
-        taken.append(way in runs)
-        return way if way in runs else "dense"
-
-    monkeypatch.setattr(twell_ways, "choose", choose)
+def test_the_operator_takes_them(sources, way):
+    """Up to FEW_TOKENS tokens, whatever the strides of w_down."""
     torch.manual_seed(0)
-    tokens = [*TOKENS, FEW_TOKENS + 1, 100]
-    for M in tokens:
+    taken = [M for M in TOKENS if f"few_{way}" in forms_for(M, 520, 128)]
+    assert taken
+    for M in (*TOKENS, FEW_TOKENS + 1):
         weights = whole(520, 128), whole(520, 128), whole(520, 128)
         problem = Problem(whole(M, 128), ffn_by_neurons(*weights))
         for laid in (weights[2].t(), weights[2].t().contiguous()):
             ffn = ffn_of(*weights[:2], laid)
-            y = sparse_ffn(problem.x, ffn, sources=sources, route="auto")
-            equal(y, problem.y, problem)
-    assert taken == [f"few_{way}" in forms_for(M, 520, 128) for M in tokens for _ in range(2)]
+            if M in taken:
+                y = sparse_ffn(problem.x, ffn, sources=sources, plan=f"1+ {way}")
+                equal(y, problem.y, problem)
+            else:
+                with pytest.raises(ValueError, match=f"does not take {M} tokens here"):
+                    sparse_ffn(problem.x, ffn, sources=sources, plan=f"1+ {way}")
 
 
 @pytest.mark.usefixtures("kernels", "no_fallback")

@@ -191,7 +191,7 @@ def test_steps_over_fp8_weights(family):
         found = {
             f"{sparse} {name}": form(*inputs)
             for sparse, decoder in decoders.items()
-            for name, form in decoder.forms(B).items()
+            for name, form in decoder.ways(B).items()
         }
         assert {"False dense", "True union", "True dense"} <= found.keys()
         assert ("True pairs" in found) == (B >= 4 and takes_hopper_kernels(0))
@@ -245,7 +245,7 @@ def test_a_row_alone(family, sparse, weights):
     assert KernelDecoder.why_not(model) is None
     assert why_not_one_kernel(model) is None
     decoder = attached(KernelDecoder(model, sparse, gates="screened"), 35)
-    forms = decoder.forms(1)
+    forms = decoder.ways(1)
     wanted = {"one dense kernel", "dense"}
     wanted |= {"one kernel", "union"} if sparse else set()
     wanted |= {"one screened kernel"} if sparse and weights == "bf16" else set()
@@ -277,11 +277,11 @@ def test_a_row_alone_over_fp8_weights_of_any_size(family):
     tokens = torch.tensor([[7]], dtype=torch.int32, device="cuda")
     inputs = tokens, torch.zeros_like(tokens), tokens * 0 + 1
     with torch.inference_mode():
-        found = twice_each(decoder.forms(1), inputs)
+        found = twice_each(decoder.ways(1), inputs)
         check_forms(found, judge(tokens.long()).logits[:, 0], counted=True)
         for value in (torch.inf, torch.nan):
             model.get_input_embeddings().weight[7, 100] = value
-            for name, form in decoder.forms(1).items():
+            for name, form in decoder.ways(1).items():
                 assert form(*inputs)[0].isnan().all(), (name, value)
 
 
@@ -327,7 +327,7 @@ def test_a_text_alone(family):
 
 @pytest.mark.parametrize("M", [1, 8, 40])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_forms_of_a_step_one_by_one(family, M):
+def test_all_ways_of_a_step_one_by_one(family, M):
     """Each is as near to the model in float64 as the last; a step is one of them."""
     model = make(family)
     judge = copy.deepcopy(model).double()
@@ -338,12 +338,12 @@ def test_all_forms_of_a_step_one_by_one(family, M):
     with torch.inference_mode():
         decoder.run(ids[:, :-1], positions[:, :-1], tables, last=0)
         inputs = ids[:, -1:].int().contiguous(), positions[:, -1:].contiguous(), tables
-        forms = decoder.forms(M)
+        forms = decoder.ways(M)
         assert {"union", "dense"} <= forms.keys()
         found = twice_each(forms, inputs)
         check_forms(found, judge(ids).logits[:, -1], counted=True)
         logits, counts = decoder.run(*inputs)
-        name = decoder.chosen(M)
+        name = decoder.plan.name(M)
         assert torch.equal(logits[:, 0], found[name][0])
         assert torch.equal(counts[..., 0], found[name][1])
 

@@ -3,8 +3,6 @@ operator and through the engine, as near to float64 as plain bf16 is."""
 
 import copy
 import random
-from collections import defaultdict
-from collections.abc import Mapping
 from functools import cached_property
 
 import pytest
@@ -18,6 +16,7 @@ from transformers import PreTrainedModel
 
 from twellctl.bundle import twell_ways
 from twellctl.bundle.twell_ffn import sparse_ffn
+from twellctl.bundle.twell_launch import device_limits
 from twellctl.bundle.twell_model import by_rows_of_neurons, gated_ffns
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.kernel_decoder import KernelDecoder
@@ -116,17 +115,9 @@ def plain(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def test_the_operator(popular, monkeypatch):
-    """Every way that "auto" may choose, for all numbers of tokens."""
-    found: dict[str, list[Tensor]] = defaultdict(list)
-
-    def run_all(*given) -> str:
-        (runs,) = (argument for argument in given if isinstance(argument, Mapping))
-        for name, run in runs.items():
-            found[name].append(run())
-        return next(iter(runs))
-
-    monkeypatch.setattr(twell_ways, "choose", run_all)
+def test_the_operator(popular):
+    """Every way that a plan may take, for all numbers of tokens."""
+    limits = device_limits(0)
     for number, ffn in enumerate(gated_ffns(popular.model)):
         w_gate, w_up, w_down = weights_of(ffn)
         w_down = by_rows_of_neurons(w_down)
@@ -139,15 +130,14 @@ def test_the_operator(popular, monkeypatch):
             x = rows[: M * -(-LEAST_ROWS // M)]
             dense = [plain(piece, w_gate, w_up, w_down) for piece in x.split(M)]
             usual = error(torch.cat(dense), wanted[: len(x)])
-            for density in (None, fired):
-                found.clear()
-                for piece in x.split(M):
-                    how = {"sources": own_kernels(), "density": density}
-                    found["as returned"].append(sparse_ffn(piece, weights, **how))
-                for way, pieces in found.items():
-                    times = error(torch.cat(pieces), wanted[: len(x)]) / usual
-                    what = f"{way}, {M} tokens, density {density}, layer {number} of {popular}"
-                    assert times <= OPERATOR, f"{times:.3f} times the error of bf16: {what}"
+            problem = twell_ways.Problem(M, popular.shape.N, popular.shape.K, limits)
+            plans = [f"1+ {way.name}" for way in twell_ways.ways_of("auto", problem)]
+            for plan in ("", *plans):
+                how = {"sources": own_kernels(), "density": fired, "plan": plan}
+                pieces = [sparse_ffn(piece, weights, **how) for piece in x.split(M)]
+                times = error(torch.cat(pieces), wanted[: len(x)]) / usual
+                what = f"{plan or 'by rule'}, {M} tokens, layer {number} of {popular}"
+                assert times <= OPERATOR, f"{times:.3f} times the error of bf16: {what}"
 
 
 # ---- the engine ----

@@ -17,7 +17,7 @@ from on_gpu import CAPABILITY, on_hopper, whole
 from torch import Tensor
 
 from twellctl.bundle import twell_ffn, twell_ways
-from twellctl.bundle.twell_config import TILE
+from twellctl.bundle.twell_config import ROUTES, TILE
 from twellctl.bundle.twell_ffn import register_sources, sparse_ffn
 from twellctl.bundle.twell_format import fires, keep_fired, pack
 from twellctl.bundle.twell_launch import device_limits, kernels_for
@@ -32,21 +32,15 @@ TOLERANCE = 2e-2  # of numbers that are not whole, relative to the largest of a 
 
 
 @pytest.fixture
-def route(request, monkeypatch) -> str:
-    """The sparse ways of the route, by rule and not the fastest; of few tokens one may be named."""
+def way(request) -> str:
+    """The way of few tokens, of problems that it takes; of others that of the rule."""
     if CAPABILITY != (9, 0):
         pytest.skip(f"not a Hopper GPU: compute capability {CAPABILITY}")
-    wanted = getattr(request, "param", None)
-
-    def choose(kind, capturing, runs, by_rule, count_density) -> str:
-        return wanted if wanted in runs else by_rule()
-
-    monkeypatch.setattr(twell_ways, "choose", choose)
-    return "twell"
+    return getattr(request, "param", "by rule")
 
 
 # of problems with up to 64 tokens; more take lists whatever is named
-by_both_ways = pytest.mark.parametrize("route", ["pairs", "union"], indirect=True)
+by_both_ways = pytest.mark.parametrize("way", ["pairs", "union"], indirect=True)
 
 
 @dataclass
@@ -58,9 +52,14 @@ class Problem:
     slots: int
     exact: bool = True
 
-    def run(self, sources: str, route: str) -> Tensor:
-        how = {"slots": self.slots, "sources": sources, "route": route}
-        return sparse_ffn(self.x, ffn_of(*self.weights), **how)
+    def run(self, sources: str, way: str) -> Tensor:
+        """By a way, or a route; a way that does not take so many tokens here is not asked for."""
+        x, ffn = self.x, ffn_of(*self.weights)
+        M, limits = x.numel() // ffn.K, device_limits(x.device.index)
+        here = twell_ways.Problem(M, ffn.N, ffn.K, limits)
+        takes = [one.name for one in twell_ways.WAYS if one.takes(here)]
+        how = {"slots": self.slots, "sources": sources, "plan": f"1+ {way}" if way in takes else ""}
+        return sparse_ffn(x, ffn, **how, route=way if way in ROUTES else "twell")
 
     def __str__(self) -> str:
         N, K = self.weights[0].shape
@@ -94,8 +93,8 @@ def by_neurons(w_down: Tensor) -> Tensor:
     return w_down.t().contiguous().t()
 
 
-def check(problem: Problem, sources: str, route: str) -> None:
-    found, wanted = problem.run(sources, route), reference(problem)
+def check(problem: Problem, sources: str, way: str) -> None:
+    found, wanted = problem.run(sources, way), reference(problem)
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     odd = found.isnan() != wanted.isnan()
     assert not odd.any(), f"{problem}: NaN differs at {odd.nonzero()[:5].tolist()}"
@@ -155,107 +154,107 @@ def patterned(fired: Tensor, slots: int) -> Problem:
 
 
 @by_both_ways
-def test_a_thousand_random_problems(sources, route):
+def test_a_thousand_random_problems(sources, way):
     seed = random.SystemRandom().getrandbits(32)
     for number in range(1000):
         problem = random_problem(random.Random(seed + number))
         try:
-            check(problem, sources, route)
+            check(problem, sources, way)
         except Exception as error:
             raise AssertionError(f"random.Random({seed + number}): {error}") from error
 
 
 @pytest.mark.parametrize("N", [2048, 5632, 16384, 65536])
-def test_real_sizes(sources, route, N):
+def test_real_sizes(sources, way, N):
     torch.manual_seed(0)
     K, M = (2048, 1000) if N < 65536 else (64, 300)
     x, w_gate, w_up = whole(M, K), whole(N, K), whole(N, K)
     x[:, 0], w_gate[:, 0] = -70 if K == 2048 else -12, 1
     w_down = whole(K, N)
-    check(Problem(x, (w_gate, w_up, w_down, None, None, None), 64), sources, route)
+    check(Problem(x, (w_gate, w_up, w_down, None, None, None), 64), sources, way)
 
 
 @pytest.mark.parametrize("N", [8, 256, 264, 1000])
 @pytest.mark.parametrize("slots", [1, 64, 256])
-def test_nothing_fires_and_everything_fires(sources, route, N, slots):
+def test_nothing_fires_and_everything_fires(sources, way, N, slots):
     torch.manual_seed(0)
     for fired in (torch.zeros, torch.ones):
-        check(patterned(fired(100, N, device=DEVICE).bool(), slots), sources, route)
+        check(patterned(fired(100, N, device=DEVICE).bool(), slots), sources, way)
 
 
 @pytest.mark.parametrize("over", [0, 1])
 @pytest.mark.parametrize("slots", [1, 8, 37, 64])
-def test_exactly_full_and_one_over(sources, route, slots, over):
+def test_exactly_full_and_one_over(sources, way, slots, over):
     torch.manual_seed(0)
     fired = torch.zeros(130, 600, device=DEVICE, dtype=torch.bool)
     for row in range(0, 130, 3):  # in any tile, at any columns
         first, last = (0, 256) if row % 2 else (512, 600)
         fired[row, first + torch.randperm(last - first)[: slots + over]] = True
-    check(patterned(fired, slots), sources, route)
+    check(patterned(fired, slots), sources, way)
 
 
 @by_both_ways
-def test_as_many_pairs_as_a_token_may_have_and_one_more(sources, route):
+def test_as_many_pairs_as_a_token_may_have_and_one_more(sources, way):
     torch.manual_seed(0)
     cap = 64  # of 1536 neurons
     fired = torch.zeros(40, 1536, device=DEVICE, dtype=torch.bool)
     for row in range(40):
         fired[row, torch.randperm(1536)[: cap + row % 3 - 1]] = True
-    check(patterned(fired, 256), sources, route)
+    check(patterned(fired, 256), sources, way)
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same neurons", "one bank class"])
-def test_neurons_that_crowd(sources, route, same):
+def test_neurons_that_crowd(sources, way, same):
     """All tokens fire on the same neurons, or on those of one bank class alone."""
     torch.manual_seed(0)
     fired = torch.zeros(300, 1024, device=DEVICE, dtype=torch.bool)
     fired[:, torch.randperm(1024)[:20] if same else torch.arange(0, 320, 8)] = True
-    check(patterned(fired, 64), sources, route)
+    check(patterned(fired, 64), sources, way)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_rows_that_are_not_finite(sources, route, value):
+def test_rows_that_are_not_finite(sources, way, value):
     torch.manual_seed(0)
     x, weights = whole(70, 128), (whole(520, 128), whole(520, 128), whole(128, 520))
     x[:, 0], weights[0][:, 0] = -20, 1
     for row in (0, 13, 69):
         x[row, row % 128] = value
-    check(Problem(x, (*weights, None, None, None), 64), sources, route)
+    check(Problem(x, (*weights, None, None, None), 64), sources, way)
 
 
 @by_both_ways
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (2, 3, 64), (2, 0, 64)])
-def test_leading_shapes_and_strides(sources, route, shape):
+def test_leading_shapes_and_strides(sources, way, shape):
     torch.manual_seed(0)
     weights = (whole(96, 64), whole(96, 64), whole(64, 96), None, None, None)
     x = whole(*shape)
     wanted = reference(Problem(x.reshape(-1, 64), weights, 64)).view(shape)
-    assert torch.equal(Problem(x, weights, 64).run(sources, route), wanted)
+    assert torch.equal(Problem(x, weights, 64).run(sources, way), wanted)
     strided = torch.stack([x, x], -1)[..., 0]  # every other number
-    assert torch.equal(Problem(strided, weights, 64).run(sources, route), wanted)
+    assert torch.equal(Problem(strided, weights, 64).run(sources, way), wanted)
     shifted = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(shape)  # not aligned to 16 bytes
-    assert torch.equal(Problem(shifted, weights, 64).run(sources, route), wanted)
+    assert torch.equal(Problem(shifted, weights, 64).run(sources, way), wanted)
 
 
 @by_both_ways
-def test_halves_of_a_fused_weight(sources, route):
+def test_halves_of_a_fused_weight(sources, way):
     torch.manual_seed(0)
     fused = whole(192, 64)
     problem = Problem(whole(50, 64), (*fused.chunk(2), whole(64, 96), None, None, None), 64)
-    check(problem, sources, route)
+    check(problem, sources, way)
 
 
-def test_any_layout_of_w_down_gives_the_same(sources, route):
+def test_any_layout_of_w_down_gives_the_same(sources, way):
     problem = real_problem(M=200)
     w_gate, w_up, w_down, *biases = problem.weights
-    wanted = problem.run(sources, route)
+    wanted = problem.run(sources, way)
     padded = torch.cat([w_down, w_down], 1)[:, : w_down.shape[1]]
     spread = torch.stack([w_down, w_down], -1)[..., 0]
     shifted = torch.cat([w_down.t().flatten()[:1], w_down.t().flatten()])[1:]  # not aligned
     shifted = shifted.view(w_down.shape[1], -1).t()
     for laid in (w_down.contiguous(), padded, spread, shifted):
         problem.weights = (w_gate, w_up, laid, *biases)
-        assert torch.equal(problem.run(sources, route), wanted)
+        assert torch.equal(problem.run(sources, way), wanted)
 
 
 def real_problem(M: int = 700) -> Problem:
@@ -270,24 +269,24 @@ def real_problem(M: int = 700) -> Problem:
     return Problem(x, (*weights, None, None, None), 64, exact=False)
 
 
-def test_results_do_not_depend_on_time(sources, route):
+def test_results_do_not_depend_on_time(sources, way):
     problem = real_problem()
-    first = problem.run(sources, route)
+    first = problem.run(sources, way)
     for _ in range(20):
-        assert torch.equal(problem.run(sources, route), first)
+        assert torch.equal(problem.run(sources, way), first)
 
 
-def test_a_cuda_graph_holds_it(sources, route):
+def test_a_cuda_graph_holds_it(sources, way):
     problem = real_problem()
     inputs = [problem.x.clone(), problem.x.flip(0), torch.zeros_like(problem.x), problem.x + 0.25]
     wanted = []
     for x in inputs:
         problem.x = x
-        wanted.append(problem.run(sources, route))
+        wanted.append(problem.run(sources, way))
     problem.x = inputs[0].clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = problem.run(sources, route)
+        y = problem.run(sources, way)
     for x, expected in zip(inputs, wanted, strict=True):
         problem.x.copy_(x)
         graph.replay()
@@ -295,9 +294,9 @@ def test_a_cuda_graph_holds_it(sources, route):
 
 
 @by_both_ways
-def test_threads_with_streams_of_their_own(sources, route):
+def test_threads_with_streams_of_their_own(sources, way):
     problems = [random_problem(random.Random(seed)) for seed in range(8)]
-    wanted = [problem.run(sources, route) for problem in problems]
+    wanted = [problem.run(sources, way) for problem in problems]
     torch.cuda.synchronize()
     failures, start = [], threading.Barrier(len(problems))
 
@@ -305,7 +304,7 @@ def test_threads_with_streams_of_their_own(sources, route):
         start.wait()
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(30):
-                if not torch.equal(problem.run(sources, route), expected):
+                if not torch.equal(problem.run(sources, way), expected):
                     failures.append(str(problem))
 
     with ThreadPoolExecutor(len(problems)) as pool:
@@ -313,23 +312,23 @@ def test_threads_with_streams_of_their_own(sources, route):
     assert not failures
 
 
-def test_two_sets_of_kernels(sources, route):
+def test_two_sets_of_kernels(sources, way):
     other = register_sources(kernel_files() | {"another.txt": b""})
     assert other != sources
     problem = random_problem(random.Random(1))
     for kernels in (sources, other, sources, other):
-        check(problem, kernels, route)
+        check(problem, kernels, way)
 
 
-def test_two_gpus(sources, route):
+def test_two_gpus(sources, way):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     problem = real_problem()
-    wanted = problem.run(sources, route)
+    wanted = problem.run(sources, way)
     for device in ("cuda:1", "cuda:0", "cuda:1"):  # the current one stays cuda:0
         weights = tuple(None if w is None else w.to(device) for w in problem.weights)
         moved = Problem(problem.x.to(device), weights, 64)
-        found = moved.run(sources, route)
+        found = moved.run(sources, way)
         assert found.device == torch.device(device)
         if torch.cuda.get_device_name(device) == torch.cuda.get_device_name(0):
             assert torch.equal(found.to(DEVICE), wanted)
@@ -355,26 +354,26 @@ def test_what_the_kernels_do_not_take_is_computed_plainly(sources, monkeypatch):
 
 
 @pytest.mark.parametrize("asked", ["dense", "auto", "twell"])
-def test_other_routes(sources, asked, monkeypatch, tmp_path):
+def test_other_routes(sources, asked):
     if asked == "twell" and CAPABILITY != (9, 0):
         pytest.skip("not a Hopper GPU")
-    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
-    for M in (40, 40, 700):
+    for M in (40, 700):
         check(real_problem(M), sources, asked)
-    assert (tmp_path / "routes.json").exists() == (asked in ("auto", "twell"))
 
 
 @by_both_ways
-def test_a_compiled_model_of_an_export(make_model, sources, route, tmp_path):
+def test_a_compiled_model_of_an_export(make_model, sources, way, tmp_path):
     from twellctl.bundle.twell_model import twell_class
 
     sizes = {"hidden_size": 128, "intermediate_size": 520}
     convert(make_model("llama", **sizes), tmp_path / "relu")
     export(tmp_path / "relu", tmp_path / "out")
     model = twell_class("LlamaForCausalLM").from_pretrained(
-        tmp_path / "out", dtype=torch.bfloat16, twell_route=route
+        tmp_path / "out", dtype=torch.bfloat16, twell_route="twell"
     )
     model.to(DEVICE)
+    for layer in model.model.layers:
+        layer.mlp.twell_plan = f"1-3 union, 4-64 {way}, 65+ lists"
     for layer in model.model.layers:
         assert layer.mlp.down_proj.weight.stride() == (1, 128)
     ids = ((torch.arange(34).view(2, 17) * 37) % 512).to(DEVICE)

@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 from twellctl.bundle import twell_ffn
 from twellctl.bundle.twell_ffn import train_ffn
 from twellctl.bundle.twell_model import twell_class
+from twellctl.bundle.twell_synthetic import make_rows, make_weights, quantile
 from twellctl.bundle.twell_train import plain_train_ffn
 from twellctl.convert import convert
 from twellctl.export import export
-from twellctl.firing.synthetic import make_rows, make_weights, quantile
 
 pytestmark = [*HOPPER, pytest.mark.usefixtures("no_fallback")]
 NAMES = ("y", "x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")

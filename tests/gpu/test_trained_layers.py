@@ -10,9 +10,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from twellctl.bundle import twell_ffn
+from twellctl.bundle.twell_synthetic import make_rows, make_weights
 from twellctl.convert import convert
 from twellctl.finetune import finetune
-from twellctl.firing.synthetic import make_rows, make_weights
 from twellctl.training.recipe import resolve_recipe
 from twellctl.training.sparsity import FfnPenalty
 

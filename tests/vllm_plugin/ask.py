@@ -16,10 +16,11 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from twellctl.bundle import twell_ffn
+from twellctl.bundle.twell_choice import WayPlan
 from twellctl.bundle.twell_dense import gated_ffn
 from twellctl.vllm import fp8_ffn as plugins_fp8
 from twellctl.vllm import models
-from twellctl.vllm.routes import Settled
+from twellctl.vllm.plans import Planned
 
 
 def answer(folder: str, prompts: list, new_tokens: int, calls: list, **settings) -> dict:
@@ -51,13 +52,14 @@ def play_kernels() -> None:
         assert (beside - y)[held].abs().sum() <= 0.2 * y[held].abs().sum()
         return y
 
-    def settle(layers, *rest, dense, **how):
-        x = torch.ones(3, layers[0].K, dtype=torch.bfloat16)
+    def plan_layers(layers, most, device, dtype, sources, dense) -> Planned:
+        x = torch.ones(3, layers[0].sizes.K, dtype=torch.bfloat16)
         assert dense(x).run().shape == x.shape  # so it is measured
-        return Settled(False, "over played kernels")
+        plan = WayPlan.parse("1+ union")
+        return Planned("over played kernels", {layer.sizes: plan for layer in layers})
 
     plugins_fp8.sparse_ffn_of_engine = run
-    models.settle = settle
+    models.plan_layers = plan_layers
 
 
 def main(request: str, out: str) -> None:

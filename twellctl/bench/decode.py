@@ -110,6 +110,8 @@ class _Run:
             opened = form.open(max(self.found))
             if opened.screens:
                 self.note(f"{form.name}: gates are {opened.screens}")
+            if opened.plan:
+                self.note(f"{form.name}: steps go by {opened.plan} (tokens at once, way)")
             while left:
                 self.note(f"{form.name}: batch {left[0]}")
                 self.found[left[0]].append(self._measured(form, opened, left[0]))
@@ -147,8 +149,8 @@ class _Run:
                 f"independent ones fire {expected:.1%}: so little is not measured; take another "
                 "--seed, or a real model"
             )
-        chosen, gate = opened.chosen(batch), 1.0
-        if opened.screens and chosen and SCREENED in chosen:
+        way, gate = opened.way(batch), 1.0
+        if opened.screens and way and SCREENED in way:
             gate = screened_gate(opened.screens.candidates, judged.density, judged.union)
         unions = judged.unions if form.kind == TWELL else None
         position = settings.length - settings.timed_steps // 2
@@ -163,6 +165,6 @@ class _Run:
             judged.shortfall if self.judges_dense or form.kind == TWELL else None,
             floor,
             floor / self.bandwidth,
-            chosen,
+            way,
             is_in_fp8(opened.model),
         )

@@ -18,8 +18,8 @@ class DecodeForm:
     `density`: the mean share of neurons that fired for a row, `union` that for some row of a step,
     both in the text that this form wrote. `shortfall` as in `Judged`; None: a fitted model without
     its map, which writes noise, is not judged. `floor_seconds`: what reading
-    the weights and the cache of a step takes at the device's copy bandwidth. `chosen`: which of the
-    engine's own forms its steps took; None: it has one. `in_fp8`: whether its weights are FP8.
+    the weights and the cache of a step takes at the device's copy bandwidth. `way`: that its
+    steps went; None: there is one. `in_fp8`: whether its weights are FP8.
     """
 
     name: str
@@ -30,7 +30,7 @@ class DecodeForm:
     shortfall: float | None
     floor_bytes: int
     floor_seconds: float
-    chosen: str | None = None
+    way: str | None = None
     in_fp8: bool = False
 
     @property
@@ -50,7 +50,7 @@ class DecodeForm:
         low, *_, high = quantiles(self.step_seconds, n=10)
         return {
             "kind": self.kind,
-            "chosen": self.chosen,
+            "way": self.way,
             "steps_per_second": self.steps_per_second,
             "tokens_per_second": point.batch * self.steps_per_second,
             "ms": 1000 * self.seconds,

@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 from twellctl.bench.device import why_no_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.subject import Precisions
+from twellctl.bundle.twell_choice import WayPlan
 from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import PAGE
-from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.decoder import Decoder, buckets
 from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_decoder, open_scheduler
@@ -82,8 +83,14 @@ class OpenForm:
     most_rows: int  # of a step
     warm_up_tokens: int | None  # None: as many as are timed
     cache_bytes: int  # of one token, in all layers
-    chosen: Callable[[int], str | None] = lambda rows: None  # the form of a step, if there are many
+    plan: WayPlan | None = None  # of its steps, if there are several ways
     screens: Screens | None = None
+
+    def way(self, rows: int) -> str | None:
+        """That steps of so many rows go; None if there is one alone."""
+        if self.plan is None:
+            return None
+        return self.plan.name(next(size for size in buckets(self.most_rows) if size >= rows))
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,7 @@ class ModelForm:
             scheduler.max_running,
             warm_up_tokens=None if model.device.type == "cuda" else SHORT_RUN,
             cache_bytes=page_bytes(scheduler.decoder.shapes) // PAGE,
-            # a decoder with one form of its steps has nothing to choose
-            chosen=getattr(scheduler.decoder, "chosen", lambda rows: None),
+            plan=getattr(scheduler.decoder, "plan", None),
             screens=getattr(scheduler.decoder, "screens", None),
         )
 

@@ -20,7 +20,7 @@ from twellctl.bench.device import bench_device, device_facts
 from twellctl.bench.results import DENSE, TWELL, Bench, Point
 from twellctl.bench.settings import ModelSettings
 from twellctl.bench.subject import open_subject
-from twellctl.bench.twell_side import routes_taken, twell_twin, why_no_kernels
+from twellctl.bench.twell_side import twell_twin, ways_taken, why_no_kernels
 from twellctl.bundle.twell_config import TILE
 from twellctl.firing.counts import count_layers
 from twellctl.firing.profiled import LayerProfile
@@ -117,5 +117,5 @@ def _point(
             what=f"{tokens} tokens",
             tokens=tokens,
         )
-    about |= {"auto_took": routes_taken(twin, tokens)}
+    about |= {"auto_took": ways_taken(twin, tokens)}
     return Point(tokens, about, "float32", outcome)

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from twellctl.bench.settings import LLAMA_LAYERS
 from twellctl.bundle.twell_model import gated_ffns, weights_of_gate_and_up
+from twellctl.bundle.twell_synthetic import BIAS_STD, FULL
 from twellctl.errors import TwellError
-from twellctl.firing.synthetic import BIAS_STD, FULL
 from twellctl.models.checkpoint import open_config_file
 from twellctl.models.checks import refuse_quantised, refuse_unsupported
 from twellctl.models.loading import quiet_transformers, without_weights

@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from twellctl.bench.timing import GRAPHS_BELOW
-from twellctl.bundle import twell_ffn, twell_route
-from twellctl.bundle.twell_model import gated_ffns, lay_weights, put_over_twell, use_kernels
+from twellctl.bundle import twell_ffn
+from twellctl.bundle.twell_choice import WayPlan
+from twellctl.bundle.twell_model import (
+    gated_ffns,
+    lay_weights,
+    plan_ways,
+    put_over_twell,
+    use_kernels,
+)
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.loading import shared_copy
 
@@ -23,20 +29,11 @@ def why_no_kernels(run: Callable[[], Any], device: torch.device) -> str | None:
     return said[0] if said else None
 
 
-def routes_taken(twin: nn.Module, tokens: int) -> dict[str, int]:
-    """How many layers of `twin`, a model over TwELL, "auto" sends which way at so many tokens."""
-    taken: collections.Counter[str] = collections.Counter()
-    for ffn in gated_ffns(twin):
-        K, N = ffn.down_proj.weight.shape
-        density = ffn.twell_density
-        bucket = None if density is None else twell_route.density_bucket(density)
-        biases = ffn.down_proj.bias is not None
-        asked = (K, N, biases, twell_route.token_bucket(tokens), bucket, ffn.twell_slots)
-        for kind, choice in twell_ffn.known_choices().items():
-            known = (kind.K, kind.N, kind.biases, kind.tokens, kind.density, kind.slots)
-            if known == asked and "dense" in kind.ways:  # there are others of the route twell
-                taken[choice.graph if tokens < GRAPHS_BELOW else choice.eager] += 1
-    return dict(taken)
+def ways_taken(twin: nn.Module, tokens: int) -> dict[str, int]:
+    """How many layers of `twin`, a model over TwELL, go which way with so many tokens, by a plan
+    that was measured."""
+    plans = [WayPlan.parse(ffn.twell_plan) for ffn in gated_ffns(twin) if ffn.twell_plan]
+    return dict(collections.Counter(plan.name(tokens) for plan in plans))
 
 
 def twell_twin(model: nn.Module, twell: Mapping[str, Any], route: str) -> nn.Module:
@@ -50,4 +47,5 @@ def twell_twin(model: nn.Module, twell: Mapping[str, Any], route: str) -> nn.Mod
     for ffn in gated_ffns(twin):  # the same numbers, but a layout of its own
         ffn.down_proj.weight = nn.Parameter(ffn.down_proj.weight.detach(), requires_grad=False)
     lay_weights(twin)
+    plan_ways(twin)
     return twin

@@ -21,6 +21,7 @@ family whose activation was another, like GELU, `hidden_act` is that one: as sha
 """
 
 import copy
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,20 @@ ROUTES = ("auto", "twell", "dense")  # see sparse_ffn
 LEAST_SHARPNESS = 16  # of a neuron that is read as ReLU
 FP16 = 65504  # its largest number
 SILU_FORM = ("activation", "sharpness", "down_share")
+
+
+def requested(route: str) -> str:
+    """`route` of the model if it says one, else that of TWELL_ROUTE, else "auto"."""
+    if route != "auto":
+        return check_route(route)
+    return check_route(os.environ.get("TWELL_ROUTE") or "auto", "TWELL_ROUTE")
+
+
+def check_route(route: str, name: str = "route") -> str:
+    """`route` itself; `ValueError` with its `name` if there is no such route."""
+    if route not in ROUTES:
+        raise ValueError(f"{name} must be one of {', '.join(ROUTES)}, got {route!r}")
+    return route
 
 
 def new_twell(num_layers: int, source: str | None, source_act: str) -> dict:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .twell_cache import reasons_said, say_once
-from .twell_config import SLOTS, TILE
+from .twell_config import ROUTES, SLOTS, TILE, requested
 from .twell_dense import gated_ffn
 from .twell_few import FEW_TOKENS
 from .twell_launch import register_sources
@@ -31,9 +31,8 @@ from .twell_reasons import (
     why_not_ffn,
     why_not_trained,
 )
-from .twell_route import known_choices, requested
 from .twell_train import define_operators, define_training, plain_train_ffn
-from .twell_ways import Way, aligned, run_by_route
+from .twell_ways import Way, aligned, run_by_plan
 from .twell_weights import FFN, Weight, plain_weight
 
 # unless a route says so, gradients go over the kernels from so much work on (tokens x N x K: with a
@@ -49,6 +48,7 @@ def sparse_ffn(
     tile: int = TILE,
     sources: str = "",
     route: str = "auto",
+    plan: str = "",
     density: float | None = None,
 ) -> Tensor:
     """`down(relu(gate(x)) * up(x))`, `[..., K]` to `[..., K]`.
@@ -56,8 +56,9 @@ def sparse_ffn(
     Under autocast it computes in the autocast dtype, if the weights are not rounded.
 
     `sources` is what `register_sources` returned for the kernels; "" means none. `route`: "twell"
-    (the fastest of this GPU's ways over what fires), "dense" (torch's products), or "auto": the
-    fastest of all ways (twell_ways.py), unless TWELL_ROUTE says which.
+    (over what fires), "dense" (torch's products), or "auto": either, unless TWELL_ROUTE says which.
+    By which way is told by `plan`, the text of a `WayPlan` that was measured (twell_choice.py), and
+    without one by the rule of the route (twell_ways.py).
     `density`: the share of neurons that fire, if a profile measured it.
 
     The kernels read W_down by rows of neurons. So its values lie with strides (1, K), as after
@@ -89,17 +90,25 @@ def sparse_ffn(
         if (dtype := _autocast_dtype(x)) is not None:
             x, ffn = x.to(dtype), _in_dtype(ffn, dtype)
     known = -1.0 if density is None else density
-    return _gated_ffn_op(x, *_as_lists(ffn), tile, slots, known, sources, route)
+    return _gated_ffn_op(x, *_as_lists(ffn), tile, slots, known, sources, plan or route)
 
 
 def sparse_ffn_of_engine(
-    dense: Way, x: Tensor, ffn: FFN, *, slots: int, tile: int, sources: str, density: float
+    dense: Way,
+    x: Tensor,
+    ffn: FFN,
+    *,
+    slots: int,
+    tile: int,
+    sources: str,
+    plan: str,
+    density: float,
 ) -> Tensor:
     """`sparse_ffn` on a GPU where `dense` stands in for the way of that name.
 
     For engines with dense products of their own. It is no operator: call it inside of one.
     """
-    return _run(x, ffn, tile, slots, density, sources, "auto", dense)
+    return _run(x, ffn, tile, slots, density, sources, plan, dense)
 
 
 def _in_dtype(ffn: FFN, dtype: torch.dtype) -> FFN:
@@ -268,18 +277,21 @@ def _run(
     route: str,
     dense: Way | None = None,
 ) -> Tensor:
-    """`[..., K]` to `[..., K]` by the way that `route` means here; `density` below 0: not known.
+    """`[..., K]` to `[..., K]` by a route or a plan; `density` below 0: not known.
 
     `dense` stands in for torch's products.
     """
     check_numbers(slots, tile)
     rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], ffn.K)
-    route = requested(route) if rows.numel() else "dense"
+    if not rows.numel():
+        route = "dense"
+    elif route in ROUTES:
+        route = requested(route)
     if route != "dense":
         said = why_not_ffn(rows, ffn, tile)
         said = said or why_no_kernels(sources, rows.device.index, ffn.kind)
         if not said:
-            y = run_by_route(aligned(rows), ffn, slots, density, sources, route, dense)
+            y = run_by_plan(aligned(rows), ffn, slots, density, sources, route, dense)
             return y.view(shape)
         say_once(said)
     if dense is not None and rows.numel():
@@ -323,5 +335,5 @@ else:
     register_sources, sparse_ffn = _owner.register_sources, _owner.sparse_ffn
     sparse_ffn_of_engine = _owner.sparse_ffn_of_engine
     train_ffn, takes_training = _owner.train_ffn, _owner.takes_training
-    reasons_said, known_choices = _owner.reasons_said, _owner.known_choices
+    reasons_said = _owner.reasons_said
     why_no_kernels = _owner.why_no_kernels

@@ -13,6 +13,7 @@ The files that belong to it (this one too) are listed with their sha256 in twell
 changed or missing one is refused by name, and `save_pretrained` writes all of them again.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -28,12 +29,19 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from .twell_bundle import MANIFEST, make_bundle, read_bundle, write_bundle
 from .twell_cache import say_once
-from .twell_config import check_twell, is_silu_form, rounded_kind, stays_silu
+from .twell_config import (
+    check_route,
+    check_twell,
+    is_silu_form,
+    requested,
+    rounded_kind,
+    stays_silu,
+)
 from .twell_ffn import register_sources, sparse_ffn, train_ffn
 from .twell_launch import device_limits
-from .twell_reasons import why_no_multiples, why_too_old
+from .twell_measured import Sizes, plan_of_ffn
+from .twell_reasons import why_no_kernels, why_no_multiples, why_not_ffn, why_too_old
 from .twell_rounded_linear import RoundedLinear, refuse_gradients, weight_of, with_own_layers
-from .twell_route import check_route, requested
 from .twell_train import FfnMeter
 from .twell_weights import FFN, Weight
 
@@ -112,6 +120,7 @@ class TwellFFN:
     twell_density: float | None = None  # as profiled
     twell_sources: str = ""  # of the kernels, as registered; without them plain torch computes
     twell_route: str = "auto"
+    twell_plan: str = ""  # as measured where the model was opened; without one a rule tells the way
     twell_meter: FfnMeter | None = None  # while the model is trained with a penalty
 
     def __reduce_ex__(self, protocol):
@@ -121,17 +130,21 @@ class TwellFFN:
         return _new_over_twell, (stock,), *state
 
     def forward(self, x: Tensor) -> Tensor:
-        linears = (*gate_and_up(self), self.down_proj)
-        kind = RoundedLinear if isinstance(self.down_proj, RoundedLinear) else nn.Linear
-        are_plain = all(is_plain(linear, kind) for linear in linears)
-        if not are_plain or not is_plain(activation_of(self), nn.ReLU):
+        if not self.twell_is_plain():
             return self._by_modules(x)
         ffn = weights_of(self)
         if ffn.gate.is_rounded:
             refuse_gradients(x)
         elif self.twell_meter is not None:
             return self._trained(x, ffn, self.twell_meter)
-        return sparse_ffn(x, ffn, **self._numbers())
+        return sparse_ffn(x, ffn, plan=self.twell_plan, **self._numbers())
+
+    def twell_is_plain(self) -> bool:
+        """Whether its modules are plain layers around ReLU, so that their weights are all."""
+        linears = (*gate_and_up(self), self.down_proj)
+        kind = RoundedLinear if isinstance(self.down_proj, RoundedLinear) else nn.Linear
+        are_plain = all(is_plain(linear, kind) for linear in linears)
+        return are_plain and is_plain(activation_of(self), nn.ReLU)
 
     def _by_modules(self, x: Tensor) -> Tensor:
         """By the modules themselves: for an adapter or a hook, which `.weight` would pass by."""
@@ -219,6 +232,50 @@ def use_kernels(model: nn.Module, sources: str, route: str = "auto") -> None:
         ffn.twell_sources, ffn.twell_route = sources, route
 
 
+@torch.no_grad()
+def plan_ways(model: nn.Module) -> None:
+    """Measure the ways of FFNs that are open for inference, those of the same sizes together.
+
+    They go by the mean of their densities. FFNs keep to the rule of their route where no profile
+    told a density, no kernels run, or memory is short.
+    """
+    alike: dict[tuple[Sizes, torch.device, str, str], list[TwellFFN]] = {}
+    for ffn in gated_ffns(model):
+        if not getattr(ffn, "twell_sources", ""):
+            continue
+        ffn.twell_plan = ""
+        route = requested(ffn.twell_route)
+        if route != "dense" and ffn.twell_density is not None and _takes_kernels(ffn):
+            of = sizes_of(ffn), ffn.down_proj.weight.device, ffn.twell_sources, route
+            alike.setdefault(of, []).append(ffn)
+    for (sizes, device, sources, route), ffns in alike.items():
+        densities = [ffn.twell_density for ffn in ffns if ffn.twell_density is not None]
+        density, slots = sum(densities) / len(densities), max(ffn.twell_slots for ffn in ffns)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            plan = plan_of_ffn(sizes, density, slots, device, sources, route)
+            for ffn in ffns:
+                ffn.twell_plan = str(plan)
+
+
+def _takes_kernels(ffn: "TwellFFN") -> bool:
+    """Whether the kernels run here and take the weights of `ffn`, with inputs in bf16."""
+    weight = ffn.down_proj.weight
+    if not weight.is_cuda or not ffn.twell_is_plain():
+        return False
+    own = weights_of(ffn)
+    x = torch.empty(1, own.K, dtype=torch.bfloat16, device=weight.device)
+    if why_not_ffn(x, own, ffn.twell_tile) is not None:
+        return False
+    return why_no_kernels(ffn.twell_sources, weight.device.index, own.kind) is None
+
+
+def sizes_of(ffn: nn.Module) -> Sizes:
+    """What plans tell of an FFN over TwELL."""
+    own = weights_of(ffn)
+    biases = own.gate.bias is not None, own.down.bias is not None
+    return Sizes(own.K, own.N, biases, own.kind)
+
+
 def by_rows_of_neurons(w_down: Tensor, *, trained: bool = False) -> Tensor:
     """`w_down` `[K, N]` with strides (1, K), as the kernels read it; itself where none will.
 
@@ -297,11 +354,13 @@ class TwellModel:
         put_over_twell(model, model.config.twell)
         use_kernels(model, kernel_sources(bundle), route)
         lay_weights(model)
+        plan_ways(model)
         return loaded
 
     def _apply(self, *args, **kwargs):
         super()._apply(*args, **kwargs)  # of to(), cuda(), bfloat16()
         lay_weights(self)
+        plan_ways(self)
         return self
 
     def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from .twell_cache import say_once
+from .twell_config import requested
 from .twell_dense import ROUNDINGS
 from .twell_few import few_kernels
 from .twell_grad_plan import training_tokens
 from .twell_launch import KernelError, LoadError, device_limits, kernels_for
 from .twell_nvrtc import what_is_missing
 from .twell_plan import Limits, why_unfit
-from .twell_route import requested
 from .twell_spec import ENTRY_FILES, KINDS
 from .twell_weights import FFN, Weight
 
@@ -112,10 +112,8 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
         return f"the kernels take inputs [M, {K}], not {list(rows.shape)}"
     if rows.dtype != torch.bfloat16:
         return f"the kernels take bf16, not {str(rows.dtype).removeprefix('torch.')}"
-    if ffn.gate.is_rounded and (said := why_no_multiples(ffn.kind, K, N)):
+    if said := why_not_sizes(K, N, ffn.kind, tile, rows.device.index):
         return said
-    if said := why_unfit(K, N, tile, device_limits(rows.device.index).smem_bytes):
-        return f"the kernels take {said}"
     for weight in ffn.weights:
         if said := _why_not_weight(weight, rows):
             return said
@@ -127,6 +125,15 @@ def why_not_ffn(rows: Tensor, ffn: FFN, tile: int) -> str | None:
     # of the values of down a copy is made
     as_they_are = (t for w in ffn.weights for t in w.tensors if t is not ffn.down.values)
     return why_they_do_not_lie_well(as_they_are)
+
+
+def why_not_sizes(K: int, N: int, kind: str, tile: int, index: int) -> str | None:
+    """None if the kernels on CUDA device `index` take an FFN of these sizes, else why not."""
+    if kind != "bf16" and (said := why_no_multiples(kind, K, N)):
+        return said
+    if said := why_unfit(K, N, tile, device_limits(index).smem_bytes):
+        return f"the kernels take {said}"
+    return None
 
 
 def _has_shape(weight: Weight, shape: tuple[int, int]) -> bool:

@@ -1,26 +1,24 @@
 """The ways to compute one gated FFN, in one table: who takes what, and what is taken unmeasured.
 
-The route "auto" is the fastest of all ways that take a problem, "twell" of those over what fires
-(`own`), "dense" is one way. What is the fastest is measured (twell_route.py, and
-for steps of the decode engine decoding/step_forms.py); where nothing may be measured, a rule
-decides. `run_by_route` computes an FFN so.
+The route "auto" may go by all ways that take a problem, "twell" by those over what fires (`own`),
+"dense" is one way. Which of them numbers of tokens go is a plan (twell_choice.py): measured where a
+model is opened, else by the rule here. `run_by_plan` computes an FFN so.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from .twell_dense import gated_ffn, linear
-from .twell_few import few_pairs, few_union, takes_few
+from .twell_choice import WayPlan
+from .twell_config import ROUTES
+from .twell_dense import gated_ffn
+from .twell_few import FEW_TOKENS, few_pairs, few_union, takes_few
 from .twell_few_walk import suits_few_walk, takes_few_walk
-from .twell_format import fires
-from .twell_launch import device_limits, kernels_for
-from .twell_plan import Limits, ceil_div
+from .twell_launch import KernelSet, device_limits, kernels_for
+from .twell_plan import Limits
 from .twell_reasons import lies_well
-from .twell_route import Kind, choose, density_bucket, token_bucket
 from .twell_sequence import hopper_ffn
 from .twell_weights import FFN
 
@@ -29,6 +27,7 @@ from .twell_weights import FFN
 DENSE_FROM, SPARSE_ABOVE = 0.02, 2048
 # the same of few tokens, for which there are kernels of their own: up to this number
 FEW_DENSE_FROM, FEW_SPARSE_UPTO = 0.1, 16
+_MOST_MEASURED = 8192  # tokens; with more of them all ways take longer alike
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,27 @@ def ways_of(route: str, problem: Problem) -> list[Way]:
     return found or [WAYS[-1]]
 
 
+def tops_of(problem: Problem) -> list[int]:
+    """Numbers of tokens, ascending, up to each of which one way serves: the powers of two, and
+    where other ways begin."""
+
+    def taken(M: int) -> list[str]:
+        return [way.name for way in ways_of("auto", replace(problem, M=M))]
+
+    borders = {M for M in range(1, FEW_TOKENS + 1) if taken(M) != taken(M + 1)}
+    return sorted({1 << i for i in range(_MOST_MEASURED.bit_length())} | borders)
+
+
+# ---- unmeasured ----
+
+
 def by_rule(ways: Sequence[Way], problem: Problem, density: float | None) -> Way:
     """The one of `ways` that is taken unmeasured; `density` None: it is not known."""
-    own = next(way for way in ways if way.own and way.suits(problem, density))
-    others = [way for way in ways if not way.own]
-    return others[-1] if others and not _pays(own, problem, density) else own
+    own = next((way for way in ways if way.own and way.suits(problem, density)), None)
+    dense = next((way for way in ways if not way.own), None)
+    if own is None or (dense is not None and not _pays(own, problem, density)):
+        return dense or ways[-1]
+    return own
 
 
 def _pays(way: Way, problem: Problem, density: float | None) -> bool:
@@ -111,13 +126,24 @@ def _pays(way: Way, problem: Problem, density: float | None) -> bool:
     if problem.few and problem.in_place:
         fires_little = density is None or density < FEW_DENSE_FROM
         return way.name == "pairs" or (problem.M <= FEW_SPARSE_UPTO and fires_little)
-    return problem.M > SPARSE_ABOVE and (density is None or density < DENSE_FROM)
+    return problem.M > SPARSE_ABOVE and density is not None and density < DENSE_FROM
 
 
-_SAMPLED_ROWS = 4096
+@functools.cache
+def plan_by_rule(route: str, problem: Problem, density: float | None) -> WayPlan:
+    """Of all numbers of tokens, whatever `problem.M` is."""
+
+    def name(M: int) -> str:
+        one = replace(problem, M=M)
+        return by_rule(ways_of(route, one), one, density).name
+
+    return WayPlan.of(tops_of(problem), name)
 
 
-def run_by_route(
+# ---- the operator ----
+
+
+def run_by_plan(
     rows: Tensor,
     ffn: FFN,
     slots: int,
@@ -128,68 +154,44 @@ def run_by_route(
 ) -> Tensor:
     """`[M, K]` to `[M, K]`, M >= 1, of what the kernels take (twell_reasons.py), `rows` `aligned`.
 
-    `density` below 0: nobody knows it. `dense` stands in for the way of that name: that of an
-    engine, whose weights stay as they are, so that kernels for few tokens may overlap.
+    `route`: one of ROUTES, of which the rule makes a plan, or a plan as text. `density` below 0:
+    nobody knows it. `dense` stands in for the way of that name: that of an engine, whose weights
+    stay as they are, so that kernels for few tokens may overlap. `ValueError` if the way of a plan
+    does not take so many tokens here.
     """
-    index, in_place = rows.device.index, lies_well(ffn.by_neurons)
+    index = rows.device.index
     here = kernels_for(sources, index), device_limits(index)
+    in_place = lies_well(ffn.by_neurons)
     problem = Problem(rows.shape[0], ffn.N, ffn.K, here[1], in_place, ffn.kind)
-    ways, known = ways_of(route, problem), None if density < 0 else density
-    if dense is not None:
-        ways = [dense if way.name == "dense" else way for way in ways]
-
-    def run(way: Way) -> Tensor:
-        copies = way.by_rows and not in_place
-        laid = replace(ffn, turned=aligned(ffn.by_neurons)) if copies else ffn
-        early = {"overlap": True} if dense is not None and way.name in _FEW else {}
-        return way.run(*here, rows, laid, slots, **early)
-
-    if len(ways) == 1:
-        return run(ways[0])
-    runs = {way.name: functools.partial(run, way) for way in ways}
-    with torch.cuda.device(index):  # whose stream is timed, or captured
-        name = choose(
-            _kind(problem, ffn, index, slots, known, sources, tuple(runs)),
-            torch.cuda.is_current_stream_capturing(),
-            runs,
-            lambda: by_rule(ways, problem, known).name,
-            lambda: _sampled_density(rows, ffn),
-        )
-    return runs[name]()
+    if route in ROUTES:
+        plan = plan_by_rule(route, replace(problem, M=1), None if density < 0 else density)
+    else:
+        plan = WayPlan.parse(route)
+    name = plan.name(problem.M)
+    way = next((way for way in WAYS if way.name == name and way.takes(problem)), None)
+    if way is None:
+        raise ValueError(f"the way {name!r} does not take {problem.M} tokens here")
+    return run_way(way, here, rows, ffn, slots, dense)
 
 
-def _kind(
-    problem: Problem,
+def run_way(
+    way: Way,
+    here: tuple[KernelSet, Limits],
+    rows: Tensor,
     ffn: FFN,
-    index: int,
     slots: int,
-    density: float | None,
-    sources: str,
-    ways: tuple[str, ...],
-) -> Kind:
-    on, copying = (
-        "hopper" if problem.limits.hopper else "few",
-        "" if problem.in_place else " copying",
-    )
-    return Kind(
-        torch.cuda.get_device_name(index),
-        ffn.K,
-        ffn.N,
-        any(weight.bias is not None for weight in ffn.weights),
-        token_bucket(problem.M),
-        None if density is None else density_bucket(density),
-        slots,
-        f"{on} {problem.kind} {sources[:12]}{copying}",
-        ways,
-    )
+    dense: Way | None = None,
+) -> Tensor:
+    """`way` on a device with these kernels and limits; the rest as of `run_by_plan`."""
+    if dense is not None and not way.own:
+        way = dense
+    copies = way.by_rows and not lies_well(ffn.by_neurons)
+    laid = replace(ffn, turned=aligned(ffn.by_neurons)) if copies else ffn
+    early = {"overlap": True} if dense is not None and way.name in _FEW else {}
+    return way.run(*here, rows, laid, slots, **early)
 
 
 def aligned(tensor: Tensor) -> Tensor:
     """`tensor`, or a copy of it, contiguous, at an address that is a multiple of 16 bytes."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
-
-
-def _sampled_density(rows: Tensor, ffn: FFN) -> float:
-    step = ceil_div(rows.shape[0], _SAMPLED_ROWS)
-    return fires(linear(rows[::step], ffn.gate)).float().mean().item()

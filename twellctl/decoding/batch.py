@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.decoder import Decoder, buckets
 from twellctl.decoding.rounds import Drafter, Round, inputs_of
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.step_end import Record, StepEnd
@@ -25,11 +25,6 @@ from twellctl.decoding.weighing import Penalised, Weights
 logger = logging.getLogger(__name__)
 _WARM_UPS = 2
 _IN_FLIGHT = 2  # rounds whose records a kernel can write to the host's memory
-
-
-def buckets(max_rows: int) -> list[int]:
-    """The numbers of rows that rounds are made for: powers of two, and `max_rows` itself."""
-    return sorted({1 << i for i in range(max_rows.bit_length())} | {max_rows})
 
 
 class Batch:

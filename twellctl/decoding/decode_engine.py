@@ -38,7 +38,9 @@ class DecodeEngine:
         self.vocab_size = scheduler.decoder.vocab_size
         self.max_held = scheduler.max_running + max_waiting
         self.eos_tokens = scheduler.eos_tokens
-        self.screens = getattr(scheduler.decoder, "screens", None)  # KernelDecoder's
+        # KernelDecoder's
+        self.screens = getattr(scheduler.decoder, "screens", None)
+        self.plan = getattr(scheduler.decoder, "plan", None)
         self._scheduler, self._max_waiting = scheduler, max_waiting
         self._wake = threading.Condition()  # guards what follows
         self._arrived: deque[Sequence] = deque()

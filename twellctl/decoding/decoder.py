@@ -14,6 +14,11 @@ from twellctl.bundle.twell_launch import KernelSet
 from twellctl.decoding.paged_cache import LayerShape, PagedCache
 
 
+def buckets(max_rows: int) -> list[int]:
+    """The numbers of rows that rounds are made for: powers of two, and `max_rows` itself."""
+    return sorted({1 << i for i in range(max_rows.bit_length())} | {max_rows})
+
+
 class Decoder(Protocol):
     """One model over a key-value cache in pages (paged_cache.py)."""
 

@@ -1,6 +1,5 @@
-"""The ways of the layers' FFNs in a step of few rows, one kernel after the other."""
+"""The ways of the layers' FFNs in a pass over few tokens, one kernel after the other."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
@@ -12,21 +11,20 @@ from twellctl.bundle.twell_few import few_gated, few_linear
 from twellctl.bundle.twell_format import fires, keep_fired
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_ways import FEW_WAYS, Problem, Way, by_rule, ways_of
+from twellctl.bundle.twell_ways import FEW_WAYS, Problem, Way, by_rule
 from twellctl.bundle.twell_weights import FFN, Onto, Weight
 
 OWN_PRODUCTS = 32  # with more rows PyTorch's dense products are faster than our own
 
 
-def few_ways(problem: Problem, densities: Sequence[float | None]) -> dict[str, list[Way]]:
-    """The way of each layer's FFN, by form: first by rule, then each way for all.
+def few_ways(problem: Problem, density: float | None) -> list[Way]:
+    """The ways over what fires that take `problem`, first the one that the rule takes.
 
-    `densities` as profiled, of each layer; None: not known.
+    `density` as profiled, of the whole model; None: not known.
     """
     ways = [way for way in FEW_WAYS if way.takes(problem)]
-    ruled = [by_rule(ways_of("twell", problem), problem, density) for density in densities]
-    name = " and ".join(dict.fromkeys(way.name for way in ruled))
-    return {name: ruled} | {way.name: [way] * len(densities) for way in ways}
+    ruled = by_rule(ways, problem, density)
+    return sorted(ways, key=lambda way: way is not ruled)
 
 
 def linear(

@@ -13,11 +13,11 @@ same chain with more rows; store_keys (attention.py) then comes before attend. W
 rows PyTorch's products replace few_linear of the attention and of dense FFNs (few_ways.py). Over
 rounded weights they round their inputs, too, which stay bf16 with fewer rows.
 
-The FFN is computed by pairs, over the union of what fires, or densely (few_ways.py). A step of one
-row may be one launch instead of the chain, for some models (whole_step.py). The first step of a
-number of rows measures which of these forms is the fastest (step_forms.py). An activation other
-than ReLU leaves nothing out: then the FFN is dense, a step may have up to 256 rows, and the head
-takes at most 64 a launch.
+The FFN is computed by pairs, over the union of what fires, or densely (few_ways.py). A pass over
+one token may be one launch instead of the chain, for some models (whole_step.py). Which of these
+ways is the fastest for each number of tokens is measured when the decoder is attached
+(step_plan.py), and `plan` tells it. An activation other than ReLU leaves nothing out: then the FFN
+is dense, a step may have up to 256 rows, and the head takes at most 64 a launch.
 
 Prompts go through the model's own forward (TorchDecoder) into the same cache. They use a copy of
 the modules that shares the parameters; in the sparse form its ReLU FFNs run over TwELL.
@@ -38,12 +38,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from twellctl.bundle.twell_choice import WayPlan
 from twellctl.bundle.twell_few import few_linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
     activation_of,
     by_rows_of_neurons,
     gated_ffns,
+    plan_ways,
     put_over_twell,
     use_kernels,
     weights_of,
@@ -53,13 +55,14 @@ from twellctl.bundle.twell_spec import PAGE, STEP_QUAD
 from twellctl.bundle.twell_ways import Problem, Way
 from twellctl.bundle.twell_weights import FFN, Weight, joined, lay_together
 from twellctl.decoding import attention, kernel_fit
+from twellctl.decoding.decoder import buckets
 from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
 from twellctl.decoding.few_ways import DENSE, few_ways, linear, with_activation
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.screening import open_screens
-from twellctl.decoding.step_forms import Form, FormChoice
+from twellctl.decoding.step_plan import Pass, plan_steps
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.decoding.whole_step import DecoderLayer, WholeStep, takes_mapped
 from twellctl.here.own_kernels import own_kernels
@@ -81,11 +84,11 @@ class KernelDecoder:
 
     def __init__(self, model: PreTrainedModel, sparse: bool = True, gates: str = WHOLE):
         # of another activation than ReLU, which leaves nothing out
-        self._ways: list[Way] | None = None
+        self._ffn_ways: list[Way] | None = None
         if not kernel_fit.is_relu(model):
             activations = map(activation_of, gated_ffns(model))
-            self._ways = list(map(with_activation, activations))
-        self._sparse = sparse = sparse and self._ways is None
+            self._ffn_ways = list(map(with_activation, activations))
+        self._sparse = sparse = sparse and self._ffn_ways is None
         self._kind = kernel_fit.weights_kind(model)
         self._model = _own_copy(model, sparse=sparse, kind=self._kind)
         self.device = model.device
@@ -101,11 +104,7 @@ class KernelDecoder:
         ffns = gated_ffns(model) if sparse else []
         self.neurons: Sequence[int] = [weights_of(ffn).N for ffn in ffns]
         self.mapped = self._plain.mapped
-        # as profiled, if they were; the dense form does not depend on them
-        self._densities = [
-            getattr(ffn, "twell_density", None) if sparse else 0.0
-            for ffn in gated_ffns(self._model)
-        ]
+        self._density = _mean_density(self._model) if sparse else 0.0
         self._scales = scales_of(model)
         self._plans: dict[tuple[int, int, int], attention.AttendPlan] = {}
 
@@ -128,7 +127,7 @@ class KernelDecoder:
         self._rotary = self._turned_by(reach)
         self._workspace = attention.open_workspace(self._all_plans(reach), self.device)
         self._whole_steps = self._make_whole_steps()
-        self._choice = self._open_choice()
+        self.plan = self._make_plan()
 
     def widths(self, max_pages: int) -> list[int]:
         return [*(width for width in _WIDTHS if width < max_pages), max_pages]
@@ -143,37 +142,34 @@ class KernelDecoder:
             return logits, fired[: len(self.neurons)]
         tokens, positions, tables = (part.to(self.device) for part in (tokens, positions, tables))
         tables = self._of_a_width(tables)
-        forms = partial(self.forms, B * Q)
-        logits, counts = self._choice(forms, tokens, positions, _for_each_token(tables, Q))
+        way = self.ways(B * Q)[self.plan.name(B * Q)]
+        logits, counts = way(tokens, positions, _for_each_token(tables, Q))
         return logits.unflatten(0, (B, Q)), counts[: len(self.neurons)].unflatten(1, (B, Q))
 
     def _of_a_width(self, tables: Tensor) -> Tensor:
-        """`tables` `[B, W]`, filled up to one of `widths`: forms are chosen for those alone."""
+        """`tables` `[B, W]`, filled up to one of `widths`: attention is planned for those alone."""
         widths = self.widths(self._max_pages)
         W = next(width for width in widths if width >= tables.shape[1])
         return tables if tables.shape[1] == W else F.pad(tables, (0, W - tables.shape[1]))
 
-    def chosen(self, rows: int) -> str | None:
-        """By which of its forms steps of `rows` rows went last; None: there was none."""
-        return self._choice.chosen(rows)
-
-    def forms(self, num_tokens: int) -> dict[str, Form]:
-        """The forms of a pass over that many tokens that are possible now. The first by rule.
+    def ways(self, num_tokens: int) -> dict[str, Pass]:
+        """The ways that a pass over that many tokens may go. The first by rule.
 
         Each takes tokens and positions `[B, Q]` and tables `[B Q, W]`, and gives logits `[B Q, V]`
         and how many neurons of all layers fired, int32 `[L, B Q]`, if the decoder is sparse.
         Results differ by the order of sums.
         """
-        if self._ways is not None:
-            return {DENSE.name: partial(self._one_by_one, self._ways)}
-        ways = {DENSE.name: [DENSE] * len(self._layers)}
+        if self._ffn_ways is not None:
+            return {DENSE.name: partial(self._one_by_one, self._ffn_ways)}
+        ways = [DENSE]
         if self._sparse:
             ffn = self._layers[0].ffn
             problem = Problem(num_tokens, ffn.N, ffn.K, self._limits, kind=self._kind)
-            ways = few_ways(problem, self._densities) | ways
+            ways = [*few_ways(problem, self._density), DENSE]
+        of_all = {way.name: [way] * len(self._layers) for way in ways}
         return {
             **(self._whole_steps if num_tokens == 1 else {}),
-            **{name: partial(self._one_by_one, of_layers) for name, of_layers in ways.items()},
+            **{name: partial(self._one_by_one, of_layers) for name, of_layers in of_all.items()},
         }
 
     def _one_by_one(
@@ -302,18 +298,21 @@ class KernelDecoder:
             for width in self.widths(pages_for(reach)):
                 yield self._plan(B, min(attention.MOST_QUERIES, self.max_rows // B), width)
 
-    def _open_choice(self) -> FormChoice:
-        config, num_layers = self._model.config, len(self._layers)
+    def _make_plan(self) -> WayPlan:
+        config = self._model.config
         sizes = kernel_fit.step_sizes(self._model)
-        form = "sparse" if self._sparse else "dense"
-        of = f"{sizes} Hkv={config.num_key_value_heads} L={num_layers} {form}"
-        known = [density for density in self._densities if density is not None]
-        return FormChoice(
-            self.device,
-            f"{of} {own_kernels()[:12]}",
-            config.intermediate_size,
-            sum(known) / num_layers if len(known) == num_layers else None,
-        )
+        of = f"{sizes} Hkv={config.num_key_value_heads} L={len(self._layers)}"
+        with torch.inference_mode():
+            return plan_steps(
+                self.ways,
+                buckets(self.max_rows),
+                self.device,
+                self.vocab_size,
+                self.widths(self._max_pages)[0],
+                key=f"{of} {'sparse' if self._sparse else 'dense'} {own_kernels()[:12]}",
+                neurons=config.intermediate_size,
+                density=self._density,
+            )
 
     def _turned_by(self, reach: int) -> list[attention.Rotary]:
         """Of each layer; those of layers of a kind are the same."""
@@ -367,6 +366,13 @@ class KernelDecoder:
         return FFN(gate, up, down, ffn.turned)
 
 
+def _mean_density(model: PreTrainedModel) -> float | None:
+    """As profiled; None if it was not."""
+    known = [getattr(ffn, "twell_density", None) for ffn in gated_ffns(model)]
+    densities = [density for density in known if density is not None]
+    return sum(densities) / len(densities) if len(densities) == len(known) else None
+
+
 def _for_each_token(tables: Tensor, Q: int) -> Tensor:
     """Tables `[B, W]` of rows, to `[B Q, W]` of the tokens of each."""
     if Q == 1:
@@ -414,6 +420,7 @@ def _own_copy(model: PreTrainedModel, *, sparse: bool, kind: str) -> PreTrainedM
     if sparse and twell and not _is_over_twell(copied):
         put_over_twell(copied, twell)
         use_kernels(copied, own_kernels())
+        plan_ways(copied)
     return copied
 
 

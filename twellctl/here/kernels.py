@@ -109,7 +109,7 @@ def find_variables() -> Finding:
     given = {name: value for name in VARIABLES if (value := os.environ.get(name))}
     what = ", ".join(f"{name}={value}" for name, value in given.items()) or "all at their defaults"
     try:
-        from twellctl.bundle.twell_route import requested
+        from twellctl.bundle.twell_config import requested
 
         requested("auto")
     except ValueError as error:

@@ -77,7 +77,7 @@ def _model_table(point: Any) -> None:
         figures = [f"{rate:.4g}", f"{1000 * form.seconds:.4g}", f"{point.batch * rate:.4g}"]
         figures += [*point.ratios(form), f"{form.density:.2%}"]
         figures += [f"{1 / form.floor_seconds:.4g}", f"{form.floor_seconds / form.seconds:.0%}"]
-        name = f"{form.name} ({form.chosen})" if form.chosen else form.name
+        name = f"{form.name} ({form.way})" if form.way else form.name
         rows.append([name, *figures])
     steps = len(point.dense.step_seconds)
     ui.table(f"batch {point.batch}; medians of {steps} steps; floor in steps/s", columns, rows)

@@ -14,11 +14,12 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from twellctl.bundle.twell_ffn import sparse_ffn
+from twellctl.bundle.twell_measured import Sizes
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_train import define_operators
 from twellctl.bundle.twell_weights import FFN, plain_weight
 from twellctl.here.own_kernels import own_kernels
-from twellctl.vllm.routes import Layer
+from twellctl.vllm.plans import Layer, Planned
 
 _places = itertools.count()
 _ffns: weakref.WeakValueDictionary[int, "TwellFFN"] = weakref.WeakValueDictionary()
@@ -29,8 +30,10 @@ class TwellFFN(nn.Module):
 
     It takes over the linear layers of `stock`, and so their shards: with tensor parallelism each
     rank has N / ranks neurons, and the results are added up. `begin` is called with the device
-    when the weights are loaded, and says whether the kernels are used.
+    when the weights are loaded, and tells by which ways the FFNs go.
     """
+
+    kind = "bf16"  # of the weights
 
     def __init__(
         self,
@@ -38,11 +41,12 @@ class TwellFFN(nn.Module):
         tile: int,
         slots: int,
         density: float,
-        begin: Callable[[torch.device], bool],
+        begin: Callable[[torch.device], Planned],
     ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = stock.gate_up_proj, stock.down_proj
-        self.tile, self.slots, self.density, self.begin = tile, slots, density, begin
+        self.tile, self.slots, self.density, self._begin = tile, slots, density, begin
+        self.plan = ""  # of its ways, once the weights are loaded; none: it goes densely
         self._take_methods()
         place = next(_places)
         _ffns[place] = self
@@ -62,7 +66,7 @@ class TwellFFN(nn.Module):
         """What this rank computes of the layer."""
         K, N = self.down_proj.output_size, self.down_proj.input_size_per_partition
         biases = (self.gate_up_proj.bias is not None, self._b_down is not None)
-        return Layer(K, N, biases, self.tile, self.slots, self.density)
+        return Layer(Sizes(K, N, biases, self.kind), self.tile, self.slots, self.density)
 
     def compute(self, x: Tensor, values: Tensor | None, scales: Tensor | None) -> Tensor:
         """What this rank adds to y; `values`, `scales` as `rounded` gave them."""
@@ -75,6 +79,8 @@ class TwellFFN(nn.Module):
             slots=self.slots,
             density=self.density,
             sources=own_kernels(),
+            route="dense",
+            plan=self.plan,
         )
 
     @property
@@ -91,6 +97,12 @@ class TwellFFN(nn.Module):
         weight = self.down_proj.weight
         self.begin(weight.device)
         weight.data = by_rows_of_neurons(weight.data)
+
+    def begin(self, device: torch.device) -> bool:
+        """Ask for the plan; whether any tokens go over what fires."""
+        plan = self._begin(device).plans.get(self.layer.sizes)
+        self.plan = "" if plan is None else str(plan)
+        return plan is not None
 
 
 class StockThen(QuantizeMethodBase):

@@ -26,11 +26,13 @@ from twellctl.bundle.twell_ways import Way
 from twellctl.bundle.twell_weights import FFN, Weight
 from twellctl.here.own_kernels import own_kernels
 from twellctl.vllm.ffn import StockThen, TwellFFN
-from twellctl.vllm.routes import engines_way
+from twellctl.vllm.plans import engines_way
 
 
 class TwellFp8FFN(TwellFFN):
     """The same of weights in e4m3. `compiled`: whether vLLM compiles models."""
+
+    kind = "e4m3"
 
     def __init__(self, *given, compiled: bool = False) -> None:
         super().__init__(*given)
@@ -54,6 +56,7 @@ class TwellFp8FFN(TwellFFN):
             slots=self.slots,
             tile=self.tile,
             sources=own_kernels(),
+            plan=self.plan,
             density=self.density,
         )
 
@@ -79,7 +82,7 @@ class TwellFp8FFN(TwellFFN):
 
         Asked of layers whose weights vLLM has processed.
         """
-        K, N = self.layer.K, self.layer.N
+        K, N = self.layer.sizes.K, self.layer.sizes.N
         for linear, rows, columns in ((self.gate_up_proj, 2 * N, K), (self.down_proj, K, N)):
             held, scale = linear.weight, getattr(linear, "weight_scale", None)
             as_stored = held.dtype == DTYPE and held.shape == (columns, rows)

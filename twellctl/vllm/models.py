@@ -23,8 +23,8 @@ from twellctl.models.in_vllm import ARCHITECTURES, DENSELY
 from twellctl.vllm import stock_models
 from twellctl.vllm.ffn import TwellFFN
 from twellctl.vllm.fp8_ffn import TwellFp8FFN
+from twellctl.vllm.plans import Planned, densely_in_fp8, plan_layers
 from twellctl.vllm.refusals import check_served, check_version
-from twellctl.vllm.routes import densely_in_fp8, settle, token_counts
 
 logger = logging.getLogger("vllm.twellctl")  # a name of vLLM's, so that its handlers take it
 
@@ -78,8 +78,8 @@ def put_over_twell(model: nn.Module, twell: dict, vllm_config: VllmConfig) -> No
         over_twell = functools.partial(TwellFp8FFN, compiled=compiled)
 
     @functools.cache
-    def begin(device: torch.device) -> bool:
-        return _settle(list(ffns.values()), device, vllm_config)
+    def begin(device: torch.device) -> Planned:
+        return _plan(list(ffns.values()), device, vllm_config)
 
     for name, module in gated_ffns(model).items():
         number = int(re.search(r"\.layers\.(\d+)\.", name)[1])
@@ -103,32 +103,29 @@ def gated_ffns(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _settle(
+def _plan(
     ffns: list[TwellFFN] | list[TwellFp8FFN], device: torch.device, vllm_config: VllmConfig
-) -> bool:
-    """Load kernels and settle routes, while no graph is captured yet; say what runs and why.
+) -> Planned:
+    """Load kernels and plan ways, while no graph is captured yet; say what runs and why.
 
-    The weights of the first of `ffns` are loaded. Returns whether any tokens go over what fires.
+    The weights of the first of `ffns` are loaded.
     """
     model_config = vllm_config.model_config
-    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
-    counts = token_counts(captured, vllm_config.scheduler_config.max_num_batched_tokens)
-    graphs = bool(captured) and not model_config.enforce_eager
+    most = vllm_config.scheduler_config.max_num_batched_tokens
     layers, first = [ffn.layer for ffn in ffns], ffns[0]
     in_fp8 = isinstance(first, TwellFp8FFN)
     dense = first.dense_way if in_fp8 else None
-    how = {"graphs": graphs, "dense": dense}
-    found = settle(layers, counts, device, model_config.dtype, own_kernels(), **how)
-    if in_fp8 and not found.densely and (said := first.why_not_read()):
+    found = plan_layers(layers, most, device, model_config.dtype, own_kernels(), dense)
+    if in_fp8 and found.plans and (said := first.why_not_read()):
         found = densely_in_fp8(said)
     fired = [layer.density for layer in layers]
     _say(
-        logging.WARNING if found.densely else logging.INFO,
-        f"{model_config.model}: {len(layers)} FFNs {layers[0].K} x {layers[0].N}"
+        logging.INFO if found.plans else logging.WARNING,
+        f"{model_config.model}: {len(layers)} FFNs {layers[0].sizes.K} x {layers[0].sizes.N}"
         f"{' in FP8' if in_fp8 else ''}, of which "
         f"{min(fired):.1%} to {max(fired):.1%} fires, run {found.how}",
     )
-    return not found.densely
+    return found
 
 
 def _say(level: int, what: str) -> None:

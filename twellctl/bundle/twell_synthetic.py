@@ -13,7 +13,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from twellctl.bundle.twell_weights import FFN, plain_weight
+from .twell_weights import FFN, plain_weight
 
 BIAS_STD = 0.05
 FULL = 8.0  # standard deviations: every neuron of every row fires
