@@ -18,7 +18,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.files.home import from_home
 from twellctl.files.outputs import claimed
 from twellctl.files.strict_json import json_text
-from twellctl.fitting.settings import Fit
+from twellctl.fitting.settings import Fit, Progress
 from twellctl.fitting.source import open_source
 from twellctl.models.card import write_card
 from twellctl.models.carried import copy_side_files, copy_weights, has_chat_template, write_config
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from twellctl.fitting.run import Fitted
 
 Doing = Callable[[str], None]
-# called with (layers fitted, of how many, how far hidden states differ, seconds left)
-Progress = Callable[[int, int, float, float], None]
 
 
 @dataclass(frozen=True)

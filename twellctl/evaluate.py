@@ -18,7 +18,7 @@ from twellctl.evaluation.questions import (
     read_tasks,
 )
 from twellctl.evaluation.results import AnswerScore, Evaluation, Marks, TaskResult, TextResult
-from twellctl.evaluation.settings import Doing, Evaluating, Messages, Paths, Progress
+from twellctl.evaluation.settings import Doing, Evaluating, Paths, Progress
 from twellctl.evaluation.sound_tasks import leave_out_unsound
 from twellctl.evaluation.subject import Opened, Subject, Wrote
 from twellctl.evaluation.windows import facts, score_text, window_length
@@ -27,6 +27,7 @@ from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, fingerprint
 from twellctl.settings import chosen
 from twellctl.text.reading import read_prompts, read_texts
+from twellctl.text.tokens import Messages
 
 COMPARED_TEXTS = 64  # that the tokenizers of model and reference both encode
 COMPARED_ANSWERS = 64  # at most, without --limit

@@ -11,7 +11,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.report.notebook import as_tables, element
 from twellctl.settings import chosen, setting
-from twellctl.text.tokens import Detokenizer, check_ids, encode_prompt
+from twellctl.text.tokens import Detokenizer, Messages, check_ids, encode_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 MAX_TOKENS = 256
-Message = dict[str, str]  # role and content
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class Loaded:
 
     def generate(
         self,
-        prompt: str | list[Message],
+        prompt: str | Messages,
         *,
         chat: bool | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -190,9 +189,7 @@ class Loaded:
         sampling = Sampling(budget, how.temperature, how.top_p, how.top_k, how.seed)
         return Generation(self.scheduler, self.tokenizer, tokens, sampling, continued=not chat)
 
-    def _encoded(
-        self, prompt: str | list[Message], chat: bool, template: dict[str, Any]
-    ) -> list[int]:
+    def _encoded(self, prompt: str | Messages, chat: bool, template: dict[str, Any]) -> list[int]:
         try:
             tokens = encode_prompt(self.tokenizer, prompt, chat, **template)
         except TwellError as error:
@@ -241,7 +238,7 @@ def load(
     return Loaded(checkpoint, tokenizer, scheduler)
 
 
-def _check_text(prompt: str | list[Message]) -> None:
+def _check_text(prompt: str | Messages) -> None:
     texts = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
     try:
         "".join(texts).encode()
@@ -276,7 +273,7 @@ class Chat:
 
     def begin(self, system: str = "") -> None:
         """Forget what was said."""
-        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages: Messages = [{"role": "system", "content": system}] if system else []
 
     def ask(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """Yield the answer, piece by piece, until it ends or is `stopped`; then keep both messages.

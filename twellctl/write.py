@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from twellctl.errors import TwellError, UsageError, counted
 from twellctl.files.home import from_home
@@ -22,7 +22,7 @@ from twellctl.models.defaults import context_of
 from twellctl.report.notebook import Shown
 from twellctl.settings import chosen, setting
 from twellctl.text.reading import read_prompts
-from twellctl.text.tokens import UNDECODED, check_ids, encode_written, opened_chat
+from twellctl.text.tokens import UNDECODED, Messages, check_ids, encode_written, opened_chat
 from twellctl.text.written import WrittenFile, is_written_file, written_row
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from twellctl.decoding.sequence import Sequence
 
 MAX_TOKENS = 512  # of an answer, by default
-Messages: TypeAlias = list[dict[str, str]]
 _PATIENCE = 100  # texts in a row without a word
 _SHOWN_EVERY = 1.0  # seconds
 

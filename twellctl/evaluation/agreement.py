@@ -19,6 +19,7 @@ from twellctl.evaluation.results import AnswerScore, Mean
 from twellctl.evaluation.settings import Progress
 from twellctl.evaluation.windows import batches
 from twellctl.models.head_loss import HeadLoss
+from twellctl.text.tokens import chat_text
 
 CONFIDENT = 0.9
 MAX_TOKENS = 256  # of an answer that is written for agreement alone
@@ -170,12 +171,9 @@ def _marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | 
 
     None if the template has neither.
     """
-    if tokenizer.chat_template is None:
-        return None
-    messages: list[dict[str, Any]] = [{"role": "user", "content": _MARK}]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:  # a template is a program
+        text = chat_text(tokenizer, [{"role": "user", "content": _MARK}], opens_answer=True)
+    except ValueError:
         return None
     before, _, after = text.partition(_MARK)
     ids = [tokenizer.encode(part, add_special_tokens=False) for part in (before, after)]

@@ -8,7 +8,6 @@ from typing import TypeAlias
 from twellctl.settings import setting
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
-Messages: TypeAlias = list[dict[str, str]]  # of a chat: role and content
 Doing: TypeAlias = Callable[[str], None]  # receives what comes next
 Progress: TypeAlias = Callable[[int, int], None]  # receives (done, total)
 

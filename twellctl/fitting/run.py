@@ -15,9 +15,9 @@ from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layer import HowToFit
 from twellctl.fitting.layerwise import Layerwise
 from twellctl.fitting.relu import ReluMethod
-from twellctl.fitting.settings import Fit, rank_of_map
+from twellctl.fitting.settings import Fit, Progress, rank_of_map
 from twellctl.fitting.steps import Steps
-from twellctl.fitting.walk import HeldOut, Progress, Text, Walk
+from twellctl.fitting.walk import HeldOut, Text, Walk
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import (
     default_device,
@@ -84,7 +84,7 @@ def fit_weights(
     steps = Steps(fit.steps, fit.step_tokens, fit.step_rate, 0) if fit.steps else None
     method = ReluMethod(fit.density, HowToFit(rank, fit.ridge, dtype, steps))
     with quiet_transformers():
-        layerwise = _opened(checkpoint, dtype, fit.seq_len)
+        layerwise = _opened(checkpoint, fit.seq_len)
         text = Text(fitted[mine], held_out[mine])
         walk = Walk(layerwise, text, method, KeptLayers(run), dtype, fit.seed)
         layers = [
@@ -96,7 +96,7 @@ def fit_weights(
     return Fitted(rank, fitted.numel(), fit.density, layers, held, seconds, kept)
 
 
-def _opened(checkpoint: Checkpoint, dtype: torch.dtype, seq_len: int) -> Layerwise:
+def _opened(checkpoint: Checkpoint, seq_len: int) -> Layerwise:
     device = default_device()
     wide = torch.float32 if device.type == "cpu" else None
     model = load_model(checkpoint, dtype=wide, device=torch.device("cpu"))

@@ -1,9 +1,13 @@
 """The settings of `twellctl convert`: flags with help, defaults and checks in one table."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from twellctl.settings import setting
 
+# called with (layers fitted, of how many, how far hidden states differ, seconds left)
+Progress: TypeAlias = Callable[[int, int, float, float], None]
 TILE = 256  # of the format: N + R neurons are whole tiles where N are
 
 

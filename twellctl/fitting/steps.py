@@ -77,8 +77,7 @@ def take_steps(
         picked = torch.randint(len(text), (batch,), generator=generator, device=full_map.device)
         per_neuron = price.value / (batch * len(ffn.gate) * density)
         gradients, fired = _gradients(trained, direction, text, picked, scale, per_neuron)
-        if is_one_of_several():
-            average([*gradients.values(), fired])
+        average([*gradients.values(), fired])
         for name, gradient in gradients.items():
             trained[name].grad = gradient
         share = min(1.0, (number + 1) / WARMUP) * (1 - number / steps.number)
@@ -104,8 +103,7 @@ def _mean_wanted(text: FfnText) -> Tensor:
     """The weighted square of what is wanted, a mean over some tokens of all processes."""
     some = slice(0, min(len(text), 1 << 16))
     mean = (text.weights[some, None] * text.wanted(some).square()).sum(1).mean()
-    if is_one_of_several():
-        average([mean])
+    average([mean])
     return mean
 
 

@@ -9,7 +9,7 @@ method's (`method.py`).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,17 +20,14 @@ from twellctl.errors import TwellError
 from twellctl.fitting.block import Block, States
 from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layerwise import Layerwise
-from twellctl.fitting.least_squares import sum_over_processes
 from twellctl.fitting.method import Change, Figures, Method
+from twellctl.fitting.settings import Progress
 from twellctl.fitting.source import num_kept
-from twellctl.here.processes import from_all, is_one_of_several
+from twellctl.here.processes import from_all, is_one_of_several, sum_over_processes
 
 TOKENS_AT_ONCE = {"cuda": 16384, "cpu": 2048}  # of a forward of one layer
 LOGIT_TOKENS = 2048
 LOOKED_AT = 16  # windows, at most, that a method looks at first
-
-# called with (layers done, of how many, how far states differ, seconds left)
-Progress = Callable[[int, int, float, float], None]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def same_in_all(tensor: Tensor) -> Tensor:
 
 def average(tensors: Sequence[Tensor]) -> None:
     """Make each of the `tensors` its mean over all processes, all small ones sent as one."""
-    if tensors:
+    if tensors and is_one_of_several():
         together = torch._utils._flatten_dense_tensors(tensors)
         begin_average(together)()
         means = torch._utils._unflatten_dense_tensors(together, tensors)

@@ -24,6 +24,7 @@ from twellctl.serving.request_fields import (
     whole,
 )
 from twellctl.serving.tools import CHOICE, PARALLEL, TOOLS, Calling, parse_tools
+from twellctl.text.tokens import Messages
 
 MAX_CHOICES = 128
 MAX_COMPLETION_LOGPROBS = 5
@@ -96,7 +97,7 @@ class ChatRequest:
     `param` is what the client calls its messages.
     """
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     options: Options
     template: dict[str, Any]
     goes_on: bool = False

@@ -22,7 +22,8 @@ from twellctl.text.files import (
     read_txt,
     text_files,
 )
-from twellctl.text.rows import Message, NoText, row_prompt, row_text
+from twellctl.text.rows import NoText, row_prompt, row_text
+from twellctl.text.tokens import Messages
 
 __all__ = ["estimated_text_bytes", "read_texts", "text_files"]
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
             raise TwellError(f"{path} holds no text: give a file with text, or leave it out")
 
 
-def read_prompts(path: str | Path) -> list[list[Message]]:
+def read_prompts(path: str | Path) -> list[Messages]:
     """The messages up to a user's of each row of a file (`row_prompt`).
 
     The file is jsonl, JSON, parquet or Arrow. Rows without any are left out, and counted in the

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from twellctl.errors import TwellError, bounded, shown
-from twellctl.text.tokens import chat_text
+from twellctl.text.tokens import Message, Messages, chat_text
 from twellctl.text.written import is_written, written_text
 
 CHATS = ("messages", "conversations", "conversation")
@@ -24,8 +24,6 @@ COLUMNS = tuple(dict.fromkeys([*CHATS, *QUESTIONS, *ANSWERS, *DETAILS, *SYSTEM])
 # ShareGPT's names of who speaks
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 _ROLES |= {"function": "tool", "observation": "tool", "function_call": "assistant"}
-
-Message = dict[str, Any]
 
 
 class NoText(Exception):
@@ -62,7 +60,7 @@ def row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
     raise NoText(_why_none(row, text_column, where))
 
 
-def row_prompt(row: Any, where: str) -> list[Message]:
+def row_prompt(row: Any, where: str) -> Messages:
     """The messages of `row` up to the last of a user's; raises as `row_text` does.
 
     A chat, or a question, whose answer is not read. All contents are texts.
@@ -141,7 +139,7 @@ def _pair(row: dict[str, Any], question: str, answer: str, tokenizer: Any, where
     return _chat(_messages(row, [*turns, *end], where), tokenizer, where)
 
 
-def _said(role: str, content: str) -> list[Message]:
+def _said(role: str, content: str) -> Messages:
     return [{"role": role, "content": content}]
 
 
@@ -154,7 +152,7 @@ def _question(row: dict[str, Any], name: str, where: str) -> str:
     return "\n\n".join(parts)
 
 
-def _messages(row: dict[str, Any], turns: list[Any], where: str) -> list[Message]:
+def _messages(row: dict[str, Any], turns: list[Any], where: str) -> Messages:
     """`turns` as a chat template takes them, after the row's own system message."""
     messages = [_message(turn, where) for turn in turns]
     system = next((row[name] for name in SYSTEM if isinstance(row.get(name), str)), "")
@@ -184,7 +182,7 @@ def _text_of(part: Any, where: str) -> str:
     return text
 
 
-def _chat(messages: list[Message], tokenizer: Any, where: str) -> str:
+def _chat(messages: Messages, tokenizer: Any, where: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise TwellError(f"{where} holds messages, but the tokenizer has no chat template")
     try:

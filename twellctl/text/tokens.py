@@ -1,13 +1,15 @@
 """Text to tokens, and back piece by piece: never half a character, never a stop string."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from twellctl.errors import TwellError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Message: TypeAlias = dict[str, Any]  # role and content
+Messages: TypeAlias = list[Message]  # of a chat, as its template takes them
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelled
 _BYTES = 4  # of a character, at most; each may be a token
@@ -57,7 +59,7 @@ def surely_more(tokenizer: "PreTrainedTokenizerBase", text: str, most: int, long
 
 def chat_text(
     tokenizer: "PreTrainedTokenizerBase",
-    messages: list[dict[str, Any]],
+    messages: Messages,
     *,
     opens_answer: bool,
     **given: Any,
@@ -79,7 +81,7 @@ def chat_text(
 
 def encode_prompt(
     tokenizer: "PreTrainedTokenizerBase",
-    prompt: str | list[dict[str, Any]],
+    prompt: str | Messages,
     chat: bool | None = None,
     **given: Any,
 ) -> list[int]:
@@ -94,9 +96,7 @@ def encode_prompt(
     return encode_written(tokenizer, opened_chat(tokenizer, messages, **given))
 
 
-def opened_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], **given: Any
-) -> str:
+def opened_chat(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **given: Any) -> str:
     """Messages as the chat template opens the answer; `TwellError` says why it does not."""
     try:
         return chat_text(tokenizer, messages, opens_answer=True, **given)

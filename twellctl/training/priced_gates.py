@@ -23,11 +23,10 @@ every kind of gradient checkpointing, where a sum collected on the side would be
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import activation_name, activation_of, gate_and_up, gated_ffns
-from twellctl.here.processes import is_one_of_several
+from twellctl.here.processes import same_in_all
 from twellctl.models.head_loss import whole
 from twellctl.models.linear_map import num_mapped
 
@@ -124,9 +123,7 @@ class PricedGates:
             if (wanted := wanted - ids.numel()) <= 0:
                 break
         for gate, seen in zip(self.gates, moments, strict=True):
-            gate.direction.copy_(seen.direction())
-            if is_one_of_several():  # to the last bit the same in all processes
-                dist.broadcast(gate.direction, 0)
+            gate.direction.copy_(same_in_all(seen.direction()))
 
     @property
     def state(self) -> list[dict[str, list[float]]]:
