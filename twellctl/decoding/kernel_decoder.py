@@ -83,19 +83,12 @@ class KernelDecoder:
     why_not = staticmethod(kernel_fit.why_not)
 
     def __init__(self, model: PreTrainedModel, sparse: bool = True, gates: str = WHOLE):
-        # of another activation than ReLU, which leaves nothing out
-        self._ffn_ways: list[Way] | None = None
-        if not kernel_fit.is_relu(model):
-            activations = map(activation_of, gated_ffns(model))
-            self._ffn_ways = list(map(with_activation, activations))
-        self._sparse = sparse = sparse and self._ffn_ways is None
-        self._kind = kernel_fit.weights_kind(model)
-        self._model = _own_copy(model, sparse=sparse, kind=self._kind)
-        self.device = model.device
+        self._fit = fit = kernel_fit.fit_of(model)
+        self._sparse = sparse = sparse and fit.is_relu
+        self._model = _own_copy(model, sparse=sparse, kind=fit.sizes.kind)
+        self.device, self.max_rows = model.device, fit.max_rows
         self.kernels = kernels_for(own_kernels(), self.device.index)
         self._limits = device_limits(self.device.index)
-        self.max_rows = kernel_fit.most_rows(model)
-        self._at_once = kernel_fit.rows_at_once(model)
         screens = sparse and gates == SCREENED and self._may_screen()
         self.screens = open_screens(self._model) if screens else None
         self._plain = TorchDecoder(self._model, attention.head_width)
@@ -106,7 +99,7 @@ class KernelDecoder:
         self.mapped = self._plain.mapped
         self._density = _mean_density(self._model) if sparse else 0.0
         self._scales = scales_of(model)
-        self._plans: dict[tuple[int, int, int], attention.AttendPlan] = {}
+        self._attend_plans: dict[tuple[int, int, int], attention.AttendPlan] = {}
 
     def attach(self, cache: PagedCache) -> None:
         self._plain.attach(cache)
@@ -117,7 +110,7 @@ class KernelDecoder:
                 self._layer(layer, *pages)
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
-            if kernel_fit.why_not_one_kernel(self._model) is None:
+            if self._fit.one_kernel:
                 _pad_rows(self._model.lm_head.weight)
             self._head = weight_of(self._model.lm_head).detached()
             self._embeddings = self._model.get_input_embeddings().weight.detach()
@@ -159,12 +152,12 @@ class KernelDecoder:
         and how many neurons of all layers fired, int32 `[L, B Q]`, if the decoder is sparse.
         Results differ by the order of sums.
         """
-        if self._ffn_ways is not None:
-            return {DENSE.name: partial(self._one_by_one, self._ffn_ways)}
+        if not self._fit.is_relu:
+            return {DENSE.name: partial(self._one_by_one, self._with_activations)}
         ways = [DENSE]
         if self._sparse:
             ffn = self._layers[0].ffn
-            problem = Problem(num_tokens, ffn.N, ffn.K, self._limits, kind=self._kind)
+            problem = Problem(num_tokens, ffn.N, ffn.K, self._limits, kind=self._fit.sizes.kind)
             ways = [*few_ways(problem, self._density), DENSE]
         of_all = {way.name: [way] * len(self._layers) for way in ways}
         return {
@@ -178,7 +171,7 @@ class KernelDecoder:
         """A pass, one kernel after the other; `ways`: of each layer's FFN."""
         (B, Q), W = tokens.shape, tables.shape[1]
         tokens, positions = tokens.reshape(-1), positions.reshape(-1)
-        plan = self._plan(B, Q, W)
+        plan = self._attend_plan(B, Q, W)
         counts = torch.empty(len(self._layers), B * Q, dtype=torch.int32, device=self.device)
         norms = [layer.norms.attention for layer in self._layers] + [self._last_norm]
         first = norms[0] if norms[0] is not None else self._last_norm
@@ -211,7 +204,7 @@ class KernelDecoder:
         """Not rounded to bf16, which would make many tokens equally likely."""
         logits = [
             few_linear(self.kernels, self._limits, few, self._head, wide=True, overlap=True)
-            for few in h.split(self._at_once)
+            for few in h.split(self._fit.at_once)
         ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
@@ -236,13 +229,13 @@ class KernelDecoder:
 
     def _make_whole_steps(self) -> dict[str, WholeStep]:
         """For steps of one row, if the model is such."""
-        if kernel_fit.why_not_one_kernel(self._model) is not None:
+        if not self._fit.one_kernel:
             return {}
         layers = self._layers
         if not self._sparse:  # larger batches read W_down by rows of K
             ffns = [replace(one.ffn, turned=one.ffn.by_neurons.contiguous()) for one in layers]
             layers = [replace(one, ffn=ffn) for one, ffn in zip(layers, ffns, strict=True)]
-        sizes = kernel_fit.step_sizes(self._model)
+        sizes = self._fit.sizes
         make = partial(
             WholeStep,
             self.kernels,
@@ -267,14 +260,18 @@ class KernelDecoder:
         return forms | dense
 
     @cached_property
+    def _with_activations(self) -> list[Way]:
+        """Of layers with another activation than ReLU, which leaves nothing out."""
+        return [with_activation(activation_of(ffn)) for ffn in gated_ffns(self._model)]
+
+    @cached_property
     def _own_neurons(self) -> int:
         return max(own_neurons(ffn) for ffn in gated_ffns(self._model))
 
     def _may_screen(self) -> bool:
-        if kernel_fit.why_not_screened(self._model) is not None:
+        if not self._fit.screens:
             return False
-        sizes = kernel_fit.step_sizes(self._model)
-        return takes_mapped(sizes, self._own_neurons, "screened", self._limits)
+        return takes_mapped(self._fit.sizes, self._own_neurons, "screened", self._limits)
 
     def _linear(
         self, x: Tensor, weight: Weight, residual: Tensor | None = None, *, ahead: bool = False
@@ -283,25 +280,23 @@ class KernelDecoder:
             self.kernels, self._limits, x, weight, residual=residual, ahead=ahead, overlap=True
         )
 
-    def _plan(self, B: int, Q: int, width: int) -> attention.AttendPlan:
-        if (B, Q, width) not in self._plans:
-            config, D = self._model.config, kernel_fit.head_dim(self._model)
-            heads = config.num_attention_heads, config.num_key_value_heads
-            how = (B, *heads, D, width * PAGE, self._limits.num_sms, Q)
-            self._plans[B, Q, width] = attention.plan_attend(*how)
-        return self._plans[B, Q, width]
+    def _attend_plan(self, B: int, Q: int, width: int) -> attention.AttendPlan:
+        if (B, Q, width) not in self._attend_plans:
+            sizes, kv_heads = self._fit.sizes, self._model.config.num_key_value_heads
+            how = (B, sizes.H, kv_heads, sizes.D, width * PAGE, self._limits.num_sms, Q)
+            self._attend_plans[B, Q, width] = attention.plan_attend(*how)
+        return self._attend_plans[B, Q, width]
 
     def _all_plans(self, reach: int) -> Iterator[attention.AttendPlan]:
         """Of any number of rows, each with the most tokens: some want more room than the most
         rows do."""
         for B in range(1, self.max_rows + 1):
             for width in self.widths(pages_for(reach)):
-                yield self._plan(B, min(attention.MOST_QUERIES, self.max_rows // B), width)
+                yield self._attend_plan(B, min(attention.MOST_QUERIES, self.max_rows // B), width)
 
     def _make_plan(self) -> WayPlan:
-        config = self._model.config
-        sizes = kernel_fit.step_sizes(self._model)
-        of = f"{sizes} Hkv={config.num_key_value_heads} L={len(self._layers)}"
+        kv_heads = self._model.config.num_key_value_heads
+        of = f"{self._fit.sizes} Hkv={kv_heads} L={len(self._layers)}"
         with torch.inference_mode():
             return plan_steps(
                 self.ways,
@@ -310,14 +305,14 @@ class KernelDecoder:
                 self.vocab_size,
                 self.widths(self._max_pages)[0],
                 key=f"{of} {'sparse' if self._sparse else 'dense'} {own_kernels()[:12]}",
-                neurons=config.intermediate_size,
+                neurons=self._fit.sizes.N,
                 density=self._density,
             )
 
     def _turned_by(self, reach: int) -> list[attention.Rotary]:
         """Of each layer; those of layers of a kind are the same."""
         kinds = [turned_by(self._model, layer) for layer in self._model.model.layers]
-        D = kernel_fit.head_dim(self._model)
+        D = self._fit.sizes.D
         made: dict[str | None, attention.Rotary] = {}
         for kind in set(kinds):
             if kind is None:
@@ -332,7 +327,7 @@ class KernelDecoder:
         if norms is None:
             raise ValueError("the layer has other parts than the decode kernels know")
         q_norm, k_norm = self._q_and_k_norms(own)
-        D = kernel_fit.head_dim(self._model)
+        D = self._fit.sizes.D
         of_heads = q_norm is not None and len(q_norm) == D
         rest = 0, attention.head_width(D) - D
         attend = attention.AttendLayer(

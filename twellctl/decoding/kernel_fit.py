@@ -3,6 +3,8 @@
 Each `why_not` is None or a sentence.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,6 +26,29 @@ from twellctl.here.own_kernels import own_kernels
 _ANY_INPUTS = {"mlp.down_proj", "self_attn.o_proj"}  # PyTorch's products take what ours do not
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _MOST_DENSE = 256  # rows of a step that is dense because its FFNs are not ReLU
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a model that the decode kernels can drive is to them on its GPU."""
+
+    sizes: StepSizes
+    is_relu: bool  # all FFNs; those of another activation go densely
+    max_rows: int  # of a pass with one token a row
+    at_once: int  # rows that the kernels of dense products take in one launch
+    one_kernel: bool  # whether a pass over one token may be one launch
+    screens: bool  # whether that may screen gates
+
+
+def fit_of(model: PreTrainedModel) -> Fit:
+    return Fit(
+        step_sizes(model),
+        is_relu(model),
+        most_rows(model),
+        rows_at_once(model),
+        why_not_one_kernel(model) is None,
+        why_not_screened(model) is None,
+    )
 
 
 def why_not(model: PreTrainedModel) -> str | None:
