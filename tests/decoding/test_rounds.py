@@ -286,6 +286,7 @@ def test_a_round_chooses_as_steps_do(cut):
         assert torch.equal(counted.written[row], wanted)
 
 
+@torch.inference_mode()
 def test_rows_with_penalties_that_were_not_loaded_are_refused():
     """As if they had none, their tokens would be wrong."""
     batch, sampling = Batch(HistoryDecoder(), 1, 1), Sampling(5, 0, frequency_penalty=1.0)
