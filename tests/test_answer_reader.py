@@ -13,11 +13,10 @@ from twellctl.evaluation.sound_tasks import leave_out_unsound
 from twellctl.evaluation.written import (
     answer_number,
     code_blocks,
-    final_answer,
-    leaves_thinking_open,
 )
 from twellctl.serving.completion import Piece
 from twellctl.serving.tools import with_calls
+from twellctl.text.thinking import MARKS, final_answer, leaves_thinking_open
 
 on_linux = pytest.mark.skipif(
     limited.guards().why_not is not None, reason="programs cannot be limited here"
@@ -494,6 +493,20 @@ def call(name: str, arguments: str = "{}") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+def streamed(text: str) -> list[Piece]:
+    """What clients get of it, letter by letter."""
+
+    async def pieces():
+        for letter in text:
+            yield Piece(letter, 1)
+        yield Piece("", 0, finish_reason="stop")
+
+    async def read() -> list[Piece]:
+        return [piece async for piece in with_calls(pieces())]
+
+    return asyncio.run(read())
+
+
 DRAFT = f"<think>{call('rm')}</think>"
 
 
@@ -514,15 +527,15 @@ DRAFT = f"<think>{call('rm')}</think>"
     ],
 )
 def test_calls_of_tools_follow_thinking(text, names, said):
-    async def pieces():
-        for letter in text:
-            yield Piece(letter, 1)
-        yield Piece("", 0, finish_reason="stop")
-
-    async def read() -> list[Piece]:
-        return [piece async for piece in with_calls(pieces())]
-
-    found = asyncio.run(read())
+    found = streamed(text)
     assert [one.name for one in found[-1].calls] == names
     assert "".join(piece.text for piece in found).rstrip() == said.rstrip()
     assert found[-1].finish_reason == ("tool_calls" if names else "stop")
+
+
+@pytest.mark.parametrize(("begin", "end"), list(zip(MARKS[::2], MARKS[1::2], strict=True)))
+def test_text_after_a_draft_in_thinking_is_not_held_back(begin, end):
+    text = f"{begin}{call('rm')}{end} So it is."
+    *before, last = streamed(text)
+    assert "".join(piece.text for piece in before) == text
+    assert (last.text, last.calls) == ("", ())

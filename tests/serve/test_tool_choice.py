@@ -37,6 +37,7 @@ def call(name: str, arguments: str) -> str:
 
 
 GOOD, SAID = call("add", '{"a": 3, "b": 4}'), call('say "it"', "{}")
+THOUGHTS = "<think>x</think>", "[THINK]x[/THINK] y"
 WRONG, OTHER = call("add", '{"a": 3, "b": "4"}'), call("sub", "{}")
 # what a request says: the answers that may be given, and those that may not
 GRAMMARS = {
@@ -57,7 +58,7 @@ GRAMMARS = {
     ),
     "strict": (
         {"tools": STRICT},
-        ["", "text", "a <tool", GOOD, f"So {GOOD}", f"{GOOD} and {SAID} so", "<think>x</think>"],
+        ["", "text", "a <tool", GOOD, f"So {GOOD}", f"{GOOD} and {SAID} so", *THOUGHTS],
         [WRONG, OTHER, f"So {WRONG}"],
     ),
     "one": (
@@ -73,8 +74,8 @@ def marked(request, tokenizer):
     """A tokenizer with and without a token for each mark."""
     made = copy.deepcopy(tokenizer)
     if request.param == "tokens":
-        marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-        made.add_tokens([AddedToken(mark, special=False) for mark in marks])
+        marks = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[THINK]", "[/THINK]")
+        made.add_tokens([AddedToken(mark, special=mark[0] == "[") for mark in marks])
     return made
 
 

@@ -15,7 +15,8 @@ from twellctl.evaluation.python_parts import (
     names_in,
     parts_of,
 )
-from twellctl.evaluation.written import Block, code_blocks, final_answer
+from twellctl.evaluation.written import Block, code_blocks
+from twellctl.text.thinking import final_answer
 
 _PYTHON = {"", "python", "python3", "python2", "py", "py3", "sage", "ipython", "ipython3"}
 _BUILTINS = frozenset(dir(builtins))

@@ -22,9 +22,10 @@ from twellctl.errors import TwellError, UsageError, bounded, reason, shown
 from twellctl.evaluation import limited, programs
 from twellctl.evaluation.hub_rows import as_task_row, solution_in
 from twellctl.evaluation.settings import Progress
-from twellctl.evaluation.written import answer_number, final_answer
+from twellctl.evaluation.written import answer_number
 from twellctl.files.home import from_home
 from twellctl.text.files import OF_ROWS, kind_of, read_rows
+from twellctl.text.thinking import final_answer
 
 PATTERN_SECONDS = 1.0  # that a pattern may take on an answer
 _REMEDY = "correct or leave out this row"

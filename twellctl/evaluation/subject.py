@@ -16,10 +16,10 @@ from twellctl.evaluation.questions import InOwnWords, Question, Task
 from twellctl.evaluation.results import Marks
 from twellctl.evaluation.settings import Doing, Progress
 from twellctl.evaluation.windows import dtype_for
-from twellctl.evaluation.written import leaves_thinking_open
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer
+from twellctl.text.thinking import leaves_thinking_open
 from twellctl.text.tokens import Messages, check_ids, encode_prompt, encode_written
 
 _LAST_OF_PROMPT = 16  # tokens, in which the beginning of thinking is looked for

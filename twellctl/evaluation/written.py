@@ -1,7 +1,6 @@
-"""What a model's answer holds: the answer itself after any thinking, blocks of code, numbers.
+"""What a model's answer holds after any thinking (text/thinking.py): blocks of code, numbers.
 
-The one place that reads the text of answers. Markdown is read by markdown-it-py. Python in blocks
-is read by programs.py.
+Markdown is read by markdown-it-py. Python in blocks is read by programs.py.
 """
 
 import re
@@ -10,28 +9,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from markdown_it import MarkdownIt
-
-# ---- thinking
-
-_THINKING = re.compile(r"<(/?)(think|thinking|thought|reasoning)>|\[(/?)(THINK)\]")
-
-
-def final_answer(text: str) -> str:
-    """What follows the last end of thinking; "" if thinking was cut, so that there is no answer."""
-    marks = [(mark, (mark[1] or mark[3]) == "/") for mark in _THINKING.finditer(text)]
-    ends = [number for number, (_, is_end) in enumerate(marks) if is_end]
-    rest = text[marks[ends[-1]][0].end() :] if ends else text
-    # without an end, marks within an answer are words of it
-    return "" if not ends and _THINKING.match(text.lstrip()) else rest
-
-
-def leaves_thinking_open(prompt: str) -> bool:
-    """Whether a chat template has begun the thinking, so that only its end is in the answer."""
-    marks = list(_THINKING.finditer(prompt))
-    if not marks or marks[-1][1] or marks[-1][3]:
-        return False
-    return not prompt[marks[-1].end() :].strip()
-
 
 # ---- blocks of code
 

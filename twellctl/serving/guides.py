@@ -117,9 +117,9 @@ class Guides:
             raise unsupported(param, "this model's tokenizer is not from the tokenizers library")
 
     def mark(self, text: str) -> str:
-        """A part of a grammar: `text`, which may be a token of its own, like <tool_call>."""
+        """A part of a grammar: `text`, or the token that it is by itself, like <tool_call>."""
         token = self._tokenizer.backend_tokenizer.token_to_id(text)
-        return json.dumps(text) if token is None else text
+        return json.dumps(text) if token is None else f"<[{token}]>"
 
     def tokens(self) -> dict[str, Any]:
         """What `grammar_trial` must know of the tokens."""

@@ -13,18 +13,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from twellctl.evaluation.written import final_answer
 from twellctl.serving.completion import Call, Piece
 from twellctl.serving.guides import GRAMMAR, Grammar, json_rule, parse_schema
 from twellctl.serving.request_fields import check_text, invalid, refuse_keys, unsupported
+from twellctl.text.thinking import MARKS, end_of_thinking, final_answer
 from twellctl.text.tokens import overlap
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _JSON = json.JSONDecoder(strict=False)  # line ends within texts, as code has them
-
-
 TOOLS, CHOICE, PARALLEL = "tools", "tool_choice", "parallel_tool_calls"
-_THINKING = ("<think>", "</think>")  # tokens of their own, which text may hold
 
 
 @dataclass(frozen=True)
@@ -127,12 +124,16 @@ def _rules_if_must(calling: Calling, mark: Callable[[str], str]) -> str:
 def _rules_of_text(calling: Calling, mark: Callable[[str], str]) -> str:
     """Any text that holds no `OPEN` but where a call begins."""
     start = "start: text | call" if calling.one else "start: call* text"
-    tokens = [token for token in _THINKING if mark(token) == token]
+    tokens = [mark(text) for text in MARKS if _is_token(text, mark)]  # which TEXT does not hold
     more = f" (({' | '.join(tokens)}) TEXT?)*" if tokens else ""
     text = f"text: TEXT?{more}\nTEXT: /(.|\\n)+/"
-    if mark(OPEN) == OPEN:
-        return f"{start}\ncall: text {OPEN} body\n{text}"
+    if _is_token(OPEN, mark):
+        return f"{start}\ncall: text {mark(OPEN)} body\n{text}"
     return f"{start}\ncall: head body\nhead[lazy]: /(.|\\n)*/ {mark(OPEN)}\n{text}"
+
+
+def _is_token(text: str, mark: Callable[[str], str]) -> bool:
+    return mark(text) != json.dumps(text)
 
 
 def knows_tools(tokenizer: Any) -> bool:
@@ -166,7 +167,7 @@ async def with_calls(pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piec
 
 def _split_at_call(text: str) -> tuple[str, str]:
     """(what is before the first call after any thinking, the rest)."""
-    at = text.find(OPEN, text.rfind(_THINKING[1]) + 1)
+    at = text.find(OPEN, end_of_thinking(text))
     cut = at if at >= 0 else len(text) - overlap(text, OPEN)
     return text[:cut], text[cut:]
 
