@@ -251,8 +251,8 @@ def bench(of, *points: DecodePoint, without: str | None = None, quantize: str | 
 
 def point(batch: int, dense: float, **others: float) -> DecodePoint:
     named = {"dense": dense} | {name.replace("_", " "): took for name, took in others.items()}
-    chosen = {"twell": {"chosen": "union"}}
-    forms = (decode_form(name, took, **chosen.get(name, {})) for name, took in named.items())
+    ways = {"twell": {"way": "union"}}
+    forms = (decode_form(name, took, **ways.get(name, {})) for name, took in named.items())
     return DecodePoint(batch, tuple(forms), {})
 
 

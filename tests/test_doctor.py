@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import importlib.metadata
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -224,18 +225,42 @@ def test_what_works_on_a_gpu(monkeypatch, kernels, variables, works):
 def test_the_cache_is_counted(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("TWELL_CACHE_DIR", str(folder))
-    nothing = "0 compiled kernel files, 0 measured choices of route"
+    nothing = "0 compiled kernel files, 0 measured plans"
     assert kernels_here.find_cache().what == f"{folder}: {nothing}"
     assert not folder.exists()
     folder.mkdir()
     (folder / "one.cubin").write_bytes(b"")
-    (folder / "routes.json").write_text('{"a": {}, "b": {}}')
+    (folder / "plans.json").write_text('{"a": {}, "b": {}}')
     assert "1 compiled kernel files, 2 measured" in kernels_here.find_cache().what
-    (folder / "routes.json").write_text("{")
+    (folder / "plans.json").write_text("{")
     assert "1 compiled kernel files, 0 measured" in kernels_here.find_cache().what
     monkeypatch.setenv("TWELL_CACHE_DIR", str(folder / "one.cubin" / "below"))
     found = kernels_here.find_cache()
     assert (found.state, found.advice[:19]) == ("bad", "set TWELL_CACHE_DIR")
+
+
+def test_plans_that_were_measured_for_a_folder_are_printed(tmp_path, monkeypatch, export_llama):
+    """Of its sizes alone."""
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    config = json_in(export_llama / "config.json")
+    K, N, L = (config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    (found,) = (one for one in doctor(export_llama).folder if one.name == "plans")
+    assert (found.state, found.what[:23]) == ("none", "none measured here yet:")
+    of = f"(K={K}, N={N}, H=2)"
+    kept = {
+        f"step a GPU StepSizes{of} L={L} sparse a density=-7 of 1": {
+            "plan": "1 one kernel, 2+ union"
+        },
+        f"step a GPU StepSizes{of} L={L} dense a density=-7 of 1": {"plan": "1+ dense"},
+        f"step a GPU StepSizes{of} L={L + 1} sparse a density=-7 of 1": {"plan": "1+ fast"},
+        f"step a GPU StepSizes{of} L={L} sparse a density=-6 of 1": {"plan": 3},
+        f"a GPU Sizes{of} density=-15 slots=8 a of 1": {"plan": "1+ dense"},
+        f"a GPU Sizes(K={K}, N={N + 8}, H=2) density=-15 slots=8 a of 1": {"plan": "1+ pairs"},
+    }
+    (tmp_path / "plans.json").write_text(json.dumps(kept))
+    (found,) = (one for one in doctor(export_llama).folder if one.name == "plans")
+    said = "steps of the engine at 15.9%: 1 one kernel, 2+ union; FFNs at 2.0%: 1+ dense"
+    assert (found.state, found.what) == ("ok", said)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,13 @@ from pathlib import Path
 from twellctl.bundle.twell_config import least_sharpness
 from twellctl.errors import TwellError, first_line
 from twellctl.files.strict_json import read_json
-from twellctl.here.kernels import find_cache, find_kernels, find_nvrtc, find_variables
+from twellctl.here.kernels import (
+    find_cache,
+    find_kernels,
+    find_nvrtc,
+    find_plans,
+    find_variables,
+)
 from twellctl.here.machine import (
     Finding,
     find_cupy,
@@ -85,7 +91,8 @@ def _find_folder(model: str | Path) -> tuple[Finding, ...]:
         f"{ffn.hidden_size} x {ffn.intermediate_size}, {len(checkpoint.tensors)} tensors in "
         f"{len(checkpoint.shards)} files"
     )
-    return Finding("checkpoint", "ok", what), _find_bundle(checkpoint)
+    plans = find_plans(ffn.hidden_size, ffn.intermediate_size, ffn.num_layers)
+    return Finding("checkpoint", "ok", what), _find_bundle(checkpoint), plans
 
 
 def _find_bundle(checkpoint: Checkpoint) -> Finding:

@@ -5,8 +5,10 @@ Nothing here may fail for want of what it looks for.
 
 import json
 import os
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 from twellctl.errors import first_line
 from twellctl.here.machine import Finding, install_advice
@@ -89,13 +91,42 @@ def find_cache() -> Finding:
         return Finding("cache", "bad", what, advice)
     if (why := not_private()) is not None:
         return Finding("cache", "bad", why, f"chmod 700 {folder}, or another TWELL_CACHE_DIR")
-    try:
-        choices = len(json.loads((folder / "routes.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        choices = 0
     compiled = len(list(folder.glob("*.cubin")))
-    what = f"{folder}: {compiled} compiled kernel files, {choices} measured choices of route"
+    what = f"{folder}: {compiled} compiled kernel files, {len(_kept_plans())} measured plans"
     return Finding("cache", "ok", what)
+
+
+def find_plans(K: int, N: int, num_layers: int) -> Finding:
+    """Which kernels run for how many tokens: plans that were measured here for FFNs of these sizes
+    in a model of so many layers."""
+    steps, ffns = [], []
+    for key, entry in _kept_plans().items():
+        text = entry.get("plan") if isinstance(entry, dict) else None
+        density = re.search(r" density=(-?\d+) ", key)
+        if f"(K={K}, N={N}, " not in key or not isinstance(text, str) or density is None:
+            continue
+        said = f"{1.3 ** int(density[1]):.1%}: {text}"
+        if not key.startswith("step "):
+            ffns.append(said)
+        elif f" L={num_layers} sparse " in key:
+            steps.append(said)
+    named = {"steps of the engine": steps, "FFNs": ffns}
+    parts = [f"{what} at {', at '.join(found)}" for what, found in named.items() if found]
+    if not parts:
+        what = "none measured here yet: serve-local and bench decode do when they open the model"
+        return Finding("plans", "none", what)
+    return Finding("plans", "ok", "; ".join(parts))
+
+
+def _kept_plans() -> dict[str, Any]:
+    """The content of plans.json; nothing if it makes no sense."""
+    from twellctl.bundle.twell_cache import cache_dir
+
+    try:
+        found = json.loads((cache_dir() / "plans.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _can_write(folder: Path) -> bool:

@@ -74,7 +74,7 @@ def _row(point: dict[str, Any]) -> list[str]:
     cells = [str(point["batch"]), f"{point['forms']['dense']['steps_per_second']:.4g}"]
     found = ["-"] * 4
     for form in _over_twell(point):
-        by = f" ({form['chosen']})" if form["chosen"] else ""  # which of the engine's forms
+        by = f" ({form['way']})" if form["way"] else ""  # which of the engine's ways
         times = _times(form["over_dense"]), _times(form["over_fp8"])
         found = [f"{form['steps_per_second']:.4g}{by}", *times, f"{form['density']:.2%}"]
     return [*cells, *found]
