@@ -242,22 +242,21 @@ def test_the_cache_is_counted(tmp_path, monkeypatch):
 def test_plans_that_were_measured_for_a_folder_are_printed(tmp_path, monkeypatch, export_llama):
     """Of its sizes alone."""
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
-    config = json_in(export_llama / "config.json")
+    config = json.loads((export_llama / "config.json").read_text())
     K, N, L = (config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     (found,) = (one for one in doctor(export_llama).folder if one.name == "plans")
     assert (found.state, found.what[:23]) == ("none", "none measured here yet:")
-    of = f"(K={K}, N={N}, H=2)"
+    step, ffn = f"step a GPU StepSizes(K={K}, N={N}, H=2)", f"a GPU Sizes(K={K}, N={N}, H=2)"
     kept = {
-        f"step a GPU StepSizes{of} L={L} sparse a density=-7 of 1": {
-            "plan": "1 one kernel, 2+ union"
-        },
-        f"step a GPU StepSizes{of} L={L} dense a density=-7 of 1": {"plan": "1+ dense"},
-        f"step a GPU StepSizes{of} L={L + 1} sparse a density=-7 of 1": {"plan": "1+ fast"},
-        f"step a GPU StepSizes{of} L={L} sparse a density=-6 of 1": {"plan": 3},
-        f"a GPU Sizes{of} density=-15 slots=8 a of 1": {"plan": "1+ dense"},
-        f"a GPU Sizes(K={K}, N={N + 8}, H=2) density=-15 slots=8 a of 1": {"plan": "1+ pairs"},
+        f"{step} L={L} sparse a density=-7 of 1": "1 one kernel, 2+ union",
+        f"{step} L={L} dense a density=-7 of 1": "1+ dense",
+        f"{step} L={L + 1} sparse a density=-7 of 1": "1+ fast",
+        f"{step} L={L} sparse a density=-6 of 1": 3,
+        f"{ffn} density=-15 slots=8 a of 1": "1+ dense",
+        f"a GPU Sizes(K={K}, N={N + 8}, H=2) density=-15 slots=8 a of 1": "1+ pairs",
     }
-    (tmp_path / "plans.json").write_text(json.dumps(kept))
+    entries = {key: {"plan": plan} for key, plan in kept.items()}
+    (tmp_path / "plans.json").write_text(json.dumps(entries))
     (found,) = (one for one in doctor(export_llama).folder if one.name == "plans")
     said = "steps of the engine at 15.9%: 1 one kernel, 2+ union; FFNs at 2.0%: 1+ dense"
     assert (found.state, found.what) == ("ok", said)
