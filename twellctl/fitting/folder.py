@@ -21,6 +21,7 @@ from twellctl.fitting.source import num_kept
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import load_tokenizer
 from twellctl.text.blocks import (
+    STRIPES,
     hold_out,
     in_turn,
     read_blocks,
@@ -34,7 +35,7 @@ from twellctl.text.tokens import end_of_text
 SETTINGS_FILE = "fit.json"
 RUN_FORMAT = 2  # of what lies in a run folder
 LONGEST_TEXT = 4096  # tokens in a row of one text, for others to come in
-NEIGHBOURS = 16  # windows at most that are neither fitted on nor held out
+NEIGHBOURS = 2 * STRIPES  # windows at most that are neither fitted on nor held out
 LEAST_DIFFERENT = 64  # tokens that a text must have
 TOKENS_A_WEIGHT = 4  # the least number of tokens for each of the N + K unknowns of an output
 

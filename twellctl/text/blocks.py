@@ -18,6 +18,7 @@ from twellctl.text.files import PIECE, More
 from twellctl.text.tokens import check_ids, end_of_text, opening_of
 
 WAITING = 64  # texts, for a window to be filled with those that fit
+STRIPES = 8  # of neighbours that are held out together, at most
 
 
 def token_stream(
@@ -151,12 +152,12 @@ def spread_windows(stream: Iterable[np.ndarray], count: int, seq_len: int) -> to
 
 
 def hold_out(num_blocks: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """(training, held-out) blocks by number: up to eight runs of neighbours, evenly spread."""
+    """(training, held-out) blocks by number: up to `STRIPES` runs of neighbours, evenly spread."""
     wanted = round(num_blocks * fraction)
     if fraction > 0 and not wanted:
         wanted = min(1, num_blocks - 1)
     held: np.ndarray = np.zeros(num_blocks, dtype=bool)
-    stripes = min(8, wanted)
+    stripes = min(STRIPES, wanted)
     for stripe in range(stripes):
         length = wanted * (stripe + 1) // stripes - wanted * stripe // stripes
         start = num_blocks * (2 * stripe + 1) // (2 * stripes) - length // 2

@@ -35,10 +35,10 @@ _PACKED = 4  # times as large is what is packed, about
 def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Iterator[str]:
     """The texts of files and folders, in the order given, folders in the order of their names.
 
-    A txt file is one text; jsonl, JSON arrays and parquet hold one a row, in any of the
+    A txt file is one text; jsonl, JSON arrays, parquet and Arrow hold one a row, in any of the
     forms of `row_text`. A long text comes in pieces, of which all but the first are `More`. Rows
     without text are left out, and counted in the log. `TwellError` names file and line of what is
-    wrong.
+    wrong, and a file without any text.
     """
     for path in text_files(paths):
         some = False
