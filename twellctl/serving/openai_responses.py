@@ -44,7 +44,7 @@ class Usage:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
     """The form of one answer: its id, and how choices and chunks are spelled."""
 

@@ -88,13 +88,13 @@ def _schema(text: Any) -> dict[str, Any] | None:
     return parse_format(form, "text.format")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ResponseAnswer(Answer):
     """/v1/responses: one message of text, whole or in events."""
 
     so_far: list[str] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-    number: list[int] = field(default_factory=lambda: [0])  # of the next event
+    finish_reason: str | None = None
+    num_events: int = 0
 
     def whole(self, choices: list[Choice], usage: Usage) -> dict[str, Any]:
         return self._response(choices[0].text, choices[0].finish_reason, usage)
@@ -111,14 +111,13 @@ class ResponseAnswer(Answer):
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         self.so_far.append(piece.text)
-        if piece.finish_reason:
-            self.ended.append(piece.finish_reason)
+        self.finish_reason = piece.finish_reason or self.finish_reason
         if not piece.text:
             return []
         return [self._event("output_text.delta", delta=piece.text, logprobs=[], **self._place())]
 
     def closing(self, usage: Usage) -> list[dict[str, Any]]:
-        text, reason = "".join(self.so_far), self.ended[-1]
+        text, reason = "".join(self.so_far), self.finish_reason
         item = self._item(text, reason)
         kind = "completed" if reason == "stop" else "incomplete"
         return [
@@ -129,8 +128,8 @@ class ResponseAnswer(Answer):
         ]
 
     def _event(self, kind: str, **what: Any) -> dict[str, Any]:
-        self.number[0] += 1
-        return {"type": f"response.{kind}", "sequence_number": self.number[0] - 1, **what}
+        self.num_events += 1
+        return {"type": f"response.{kind}", "sequence_number": self.num_events - 1, **what}
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": f"msg_{self.id}", "output_index": 0, "content_index": 0}
