@@ -124,7 +124,9 @@ def load_served_model(
         about["sampling"] = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
     name, *others = names or [_served_name(checkpoint)]
     template = chat_template_kwargs or {}
-    return ServedModel(name, tokenizer, engine, about, tuple(others), defaults, template)
+    served = ServedModel(name, tokenizer, engine, about, tuple(others), defaults, template)
+    served.guides.prepare()
+    return served
 
 
 def _served_name(checkpoint: Checkpoint) -> str:

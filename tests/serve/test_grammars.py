@@ -11,7 +11,6 @@ import pytest
 from serving_client import Scripted, chat, complete, eventually, get, serving
 
 from twellctl.serving import grammars
-from twellctl.serving.guides import Guides, schema_grammar
 
 MINUTES = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 9_999_991}}}
 MINUTES["required"] = ["a"]
@@ -124,16 +123,18 @@ def test_a_server_ends_in_the_middle_of_a_trial(tokenizer, trials, monkeypatch):
     assert eventually(lambda: not trials())  # it is killed as the client hears of it
 
 
-def test_a_step_beyond_the_limits_ends_its_own_text_alone(tokenizer):
-    guides = Guides(tokenizer, 512, [0])
-    guide = guides.build(schema_grammar({"type": "integer"}))()
-    assert guide.consume_token(tokenizer.encode("7")[0])
-    assert not guide.consume_token(tokenizer.encode("x")[0])  # from now on it is in error
-    mask = int.from_bytes(guide.compute_bitmask(), "little")
-    assert mask.bit_count() == 1
-    token = mask.bit_length() - 1
-    assert token != 0  # the end token would end the text as if it were whole
-    assert not guide.consume_token(token)
+def test_a_stopping_server_takes_no_schema_that_is_still_tried(tokenizer, trials, monkeypatch):
+    monkeypatch.setattr(grammars, "SECONDS", 600)
+    with serving(tokenizer, Scripted([5, 0]), drain=60) as client:
+        asks = [asked(client, MINUTES) for _ in range(3)]
+        assert eventually(trials)
+        began = time.monotonic()
+        client.stop()
+        for thread, _ in asks:
+            thread.join()
+        assert time.monotonic() - began < 10
+    errors = [found for _, found in asks]
+    assert [(e.status_code, e.code) for (e,) in errors] == [(503, "stopping")] * 3
 
 
 def test_a_schema_has_no_extensions_of_the_library(client):

@@ -7,7 +7,7 @@ import openai
 import pytest
 import torch
 from attached import attached
-from serving_client import chat, complete
+from serving_client import chat, complete, get
 
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.scheduler import Scheduler
@@ -16,6 +16,7 @@ from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.serving.guides import Guides, schema_grammar
+from twellctl.serving.openai_server import FAILING
 
 SCHEMA = {
     "type": "object",
@@ -82,6 +83,35 @@ def test_without_the_library_or_with_an_old_one_it_is_refused(client, monkeypatc
     monkeypatch.setattr(importlib.metadata, "version", installed)
     with pytest.raises(openai.BadRequestError, match=r"response_format .* 'llguidance>=1\.9'"):
         chat(client, response_format=FORM)
+
+
+def test_a_schema_that_is_too_complex_to_go_on_with_is_its_client_s_fault(client):
+    """It ends its own answer; a server that failed so often would say that it is ill."""
+    names = [f"p{number}" for number in range(1000)]
+    schema = {"type": "object", "properties": {name: {} for name in names}}
+    form = {"type": "json_object", "schema": schema}
+    for _ in range(FAILING):
+        with pytest.raises(
+            openai.BadRequestError, match=r"Current row has .* items.* make it simpler"
+        ) as caught:
+            chat(client, response_format=form)
+        assert caught.value.code == "json_schema"
+    assert get(client, "/health").status == 200
+    with pytest.raises(openai.APIError, match=r"Current row has .* items.* make it simpler"):
+        list(chat(client, response_format=form, stream=True))
+
+
+def test_errors_in_schemas_are_shown_without_the_library_s_grammar(client):
+    for schema, said in [
+        ({"if": {}}, 'failed to compile JSON schema: Unimplemented keys: ["if"]'),
+        (
+            {"type": "string", "pattern": "["},
+            "failed to compile JSON schema: regex parse error: [ ^ error: unclosed character class",
+        ),
+    ]:
+        with pytest.raises(openai.BadRequestError) as caught:
+            chat(client, response_format={"type": "json_object", "schema": schema})
+        assert caught.value.body["message"] == f"response_format: {said}"
 
 
 def test_texts_in_a_batch_with_guided_ones_are_unchanged(relu_llama, tokenizer):

@@ -65,7 +65,7 @@ class EngineStats:
     generated_tokens: int
     cache_used: float  # share of the cache's room that is taken, 0 to 1
     densities: tuple[float, ...]  # mean share that fired, by gated FFN; empty before the first
-    failed: int = 0  # generations since the last token that failed, not for want of memory
+    failed: int = 0  # generations since the last token that failed, by no fault of their clients
 
 
 class EngineError(Exception):
@@ -74,6 +74,10 @@ class EngineError(Exception):
 
 class OutOfMemory(EngineError):
     """There was no memory for this generation."""
+
+
+class GuideError(EngineError):
+    """A text cannot follow its guide any further, which is no failure of the engine's."""
 
 
 class QueueFull(EngineError):

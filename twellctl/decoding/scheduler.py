@@ -21,7 +21,7 @@ import torch
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.batch import Batch
 from twellctl.decoding.decoder import Decoder
-from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
+from twellctl.decoding.engine import EngineError, GuideError, OutOfMemory, Sampling, Token
 from twellctl.decoding.pages import PagePool, pages_for
 from twellctl.decoding.rounds import NOT_KEPT, Drafter, Round, chosen_in, records_of
 from twellctl.decoding.sampler import Variant
@@ -59,7 +59,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their rows
         self.prompt_tokens = self.generated_tokens = 0
-        self.failed = 0  # generations in a row, not for want of memory
+        self.failed = 0  # generations in a row, not for want of memory, nor by their guides
         self.fired = np.zeros(len(decoder.neurons))  # sums of shares, over all generated tokens
         self._entering: list[Sequence] = []  # whose prompts are being read
         self._events: list[Event] = []  # that the advance under way, or one that failed, has found
@@ -237,7 +237,7 @@ class Scheduler:
 
     def _follows(self, sequence: Sequence, token: int, events: list[Event]) -> bool:
         """Whether its guide takes `token`, which was chosen; if not, the sequence ends."""
-        failure = EngineError(f"token {token} is not allowed here")
+        failure: EngineError = GuideError(f"token {token} is not allowed here")
         try:
             if sequence.guide is None or sequence.guide.consume_token(token):
                 return True
@@ -253,7 +253,7 @@ class Scheduler:
     ) -> None:
         if not sequence.gone:
             sequence.gone = self._changed = True
-            self.failed += error is not None and not isinstance(error, OutOfMemory)
+            self.failed += error is not None and not isinstance(error, OutOfMemory | GuideError)
             events.append((sequence, error))
 
     def _blame(self, failure: EngineError, events: list[Event]) -> None:
@@ -408,11 +408,13 @@ def check_fits(sequence: Sequence, context: int) -> None:
         )
 
 
-def _failure_of_guide(error: BaseException) -> EngineError:
+def _failure_of_guide(error: BaseException) -> GuideError:
     """Raises `error` again if it is no failure, but an order to stop."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         raise error
-    return EngineError(f"the grammar of this answer failed: {failure_of(error)}")
+    if isinstance(error, GuideError):
+        return error
+    return GuideError(f"the grammar of this answer failed: {failure_of(error)}")
 
 
 def failure_of(error: BaseException) -> EngineError:

@@ -13,7 +13,7 @@ import time
 
 from llguidance import LLMatcher, LLTokenizer
 
-_LONGEST = 300  # characters of an error
+_LONGEST = 10_000  # characters of an error
 
 
 def main() -> None:
@@ -27,8 +27,7 @@ def main() -> None:
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + how["seconds"])
         matcher = LLMatcher(known, json.loads(line), log_level=0)
         matcher.compute_bitmask()
-        error = " ".join(matcher.get_error().split())
-        _answer(error[:_LONGEST])
+        _answer(matcher.get_error()[:_LONGEST])
 
 
 def _answer(error: str) -> None:

@@ -5,6 +5,7 @@ with given tokens.
 """
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from twellctl.decoding.engine import Guide
+from twellctl.decoding.engine import Guide, GuideError
 from twellctl.errors import bounded
 from twellctl.files.strict_json import to_json
 from twellctl.here.machine import version_of
@@ -84,8 +85,11 @@ class Grammar:
     param: str
 
     def error(self, why: str) -> ApiError:
-        """The error for a schema in it that no answer can follow here."""
-        said = bounded(" ".join(why.split()), 300)
+        """The error for a schema in it that no answer can follow here; `why` as llguidance says."""
+        # a place in the grammar comes before it; then its lines, or the state of the library
+        said = re.sub(r"^at \d+\(\d+\): ", "", why)
+        said = re.split(r"\n +\d+ \| |\s<(?:state|backtrace)>", said)[0]
+        said = bounded(" ".join(said.split()), 300)
         return ApiError(400, f"{self.param}: {said}", param=self.param, code="json_schema")
 
 
@@ -106,15 +110,25 @@ class Guides:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
         self._lock = threading.Lock()
         self._known: Any = None
+        self._tokens: dict[str, Any] | None = None
 
     def check(self, param: str) -> None:
         """`ApiError` if no answer can follow a grammar here."""
+        if why_not := self._why_not():
+            raise unsupported(param, why_not)
+
+    def _why_not(self) -> str:
         found = version_of("llguidance")
         if found is None or Version(found) < _LEAST:
-            why = "no llguidance here is new enough"
-            raise unsupported(param, f"{why}: pip install 'llguidance>=1.9'")
+            return "no llguidance here is new enough: pip install 'llguidance>=1.9'"
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
-            raise unsupported(param, "this model's tokenizer is not from the tokenizers library")
+            return "this model's tokenizer is not from the tokenizers library"
+        return ""
+
+    def prepare(self) -> None:
+        """Read the tokens now: it takes a second in which no other thread of Python runs."""
+        if not self._why_not():
+            self._vocabulary()
 
     def mark(self, text: str) -> str:
         """A part of a grammar: `text`, or the token that it is by itself, like <tool_call>."""
@@ -123,8 +137,11 @@ class Guides:
 
     def tokens(self) -> dict[str, Any]:
         """What `grammar_trial` must know of the tokens."""
-        tokenizer = self._tokenizer.backend_tokenizer.to_str()
-        return {"tokenizer": tokenizer, "vocab_size": self._vocab_size, "ends": self._ends}
+        if self._tokens is None:
+            tokenizer = self._tokenizer.backend_tokenizer.to_str()
+            sizes = {"vocab_size": self._vocab_size, "ends": self._ends}
+            self._tokens = {"tokenizer": tokenizer} | sizes
+        return self._tokens
 
     def build(self, grammar: Grammar) -> Callable[[], Guide]:
         """What gives each text its guide. It can take long: `Grammars` tries it before."""
@@ -132,8 +149,7 @@ class Guides:
 
         matcher = LLMatcher(self._vocabulary(), grammar.text, log_level=0)
         matcher.compute_bitmask()  # the first one takes longest
-        refused = min(token for token in range(self._vocab_size) if token not in self._ends)
-        return lambda: _Following(matcher.deep_copy(), refused)
+        return lambda: _Following(matcher.deep_copy(), grammar)
 
     def _vocabulary(self) -> Any:
         """The tokens as llguidance knows them, made for the first who asks."""
@@ -151,21 +167,27 @@ class Guides:
 class _Following:
     """A `Guide` of one text that follows a grammar.
 
-    A step that takes more than the library's limits ends this text with an error: its matcher would
-    let the text end there. So one token may be next, and it is then refused.
+    A step that takes more than the library's limits is a `GuideError`: its matcher would let the
+    text end there.
     """
 
-    def __init__(self, matcher: Any, refused: int):
-        self._matcher, self._refused = matcher, refused
+    def __init__(self, matcher: Any, grammar: Grammar):
+        self._matcher, self._grammar = matcher, grammar
 
     def compute_bitmask(self) -> bytes:
         mask = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            return (1 << self._refused).to_bytes(len(mask), "little")
+        self._check()
         return mask
 
     def consume_token(self, token: int) -> bool:
-        return self._matcher.consume_token(token)
+        taken = self._matcher.consume_token(token)
+        self._check()
+        return taken
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            said = self._grammar.error(self._matcher.get_error()).message
+            raise GuideError(f"{said}; make it simpler")
 
 
 class Given:

@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from twellctl.decoding.engine import EngineClosed, EngineError, OutOfMemory, QueueFull
+from twellctl.decoding.engine import EngineClosed, EngineError, GuideError, OutOfMemory, QueueFull
 from twellctl.errors import reason
 from twellctl.files.strict_json import to_json
 from twellctl.serving.request_fields import ApiError
@@ -42,6 +42,8 @@ def as_api_error(error: Exception, http: web.Request) -> ApiError:
             return error
         case OutOfMemory():
             return ApiError(503, str(error), code="out_of_memory")
+        case GuideError():
+            return ApiError(400, str(error), code="json_schema")
         case QueueFull():
             return ApiError(429, str(error), code="queue_full")
         case EngineClosed():

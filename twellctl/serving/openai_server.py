@@ -45,28 +45,45 @@ class Limits:
 class Traffic:
     """Counts the answers under way, which a server that stops waits for.
 
-    While it is `draining` no new one begins, nor one whose body is still `arriving`.
+    While it is `draining` no new one begins, nor one that is still at its `beginning`.
     """
 
     def __init__(self) -> None:
         self.draining = False
-        self.arriving: set[asyncio.Timeout] = set()
+        self._beginning: set[asyncio.Timeout] = set()
         self._num_running = 0
         self.idle = asyncio.Event()  # nothing is being answered
         self.idle.set()
 
     def drain(self) -> None:
-        """From now on only answers whose request is whole go on."""
+        """From now on only answers that are past their beginning go on."""
         self.draining = True
-        for limit in self.arriving:
+        for limit in self._beginning:
             if not limit.expired():
                 limit.reschedule(0)
+
+    @asynccontextmanager
+    async def beginning(self, seconds: float | None = None) -> AsyncGenerator[None, None]:
+        """Around what an answer waits for; `TimeoutError` after `seconds`, if those are given.
+
+        `EngineClosed` as soon as no more answers are taken.
+        """
+        self._check()
+        limit = asyncio.timeout(seconds)
+        self._beginning.add(limit)
+        try:
+            async with limit:
+                yield
+        except TimeoutError:
+            self._check()
+            raise
+        finally:
+            self._beginning.discard(limit)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Around one answer; raises `EngineClosed` if no more are taken."""
-        if self.draining:
-            raise EngineClosed("the server is stopping")
+        self._check()
         self._num_running += 1
         self.idle.clear()
         try:
@@ -75,6 +92,10 @@ class Traffic:
             self._num_running -= 1
             if not self._num_running:
                 self.idle.set()
+
+    def _check(self) -> None:
+        if self.draining:
+            raise EngineClosed("the server is stopping")
 
 
 def make_app(
@@ -172,7 +193,8 @@ class Endpoints:
             async with self._time_limit(until, "the prompt was not ready", "shorten it"):
                 plan = await self._preparing(body, plan_of)
                 if plan.grammar is not None:
-                    plan = plan.guided(await self._grammars(plan.grammar))
+                    async with self._traffic.beginning():
+                        plan = plan.guided(await self._grammars(plan.grammar))
             current().prompt_tokens = plan.prompt_tokens
             name = plan.options.model or self._model.name
             answer = form(replace(plan.options, model=name), self._model.spelling)
@@ -184,18 +206,12 @@ class Endpoints:
     async def _body(self, http: web.Request) -> bytes:
         if (http.content_length or 0) > self._limits.body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, http.content_length)
-        limit = asyncio.timeout(self._limits.body_seconds)
-        self._traffic.arriving.add(limit)
         try:
-            async with limit:
+            async with self._traffic.beginning(self._limits.body_seconds):
                 return await http.read()
         except TimeoutError:
-            if self._traffic.draining:
-                raise EngineClosed("the server is stopping") from None
             message = f"the body did not arrive within {self._limits.body_seconds:g} s"
             raise ApiError(408, message, code="body_timeout") from None
-        finally:
-            self._traffic.arriving.discard(limit)
 
     async def _whole(self, plan: Plan, answer: Answer) -> web.Response:
         choices = [Choice(task.index) for task in plan.tasks]

@@ -149,8 +149,9 @@ def unsupported(param: str, why: str = "") -> ApiError:
 
 
 def _shown(value: Any) -> str:
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        return "something too deep to show"
-    return text if len(text) <= 60 else text[:57] + "..."
+    text = ""
+    for part in json.JSONEncoder().iterencode(value):  # as far as it is shown: it may be megabytes
+        text += part
+        if len(text) > 60:
+            return text[:57] + "..."
+    return text
