@@ -19,7 +19,7 @@ from twellctl.text.rows import COLUMNS, some
 PACKED = (".gz", ".bz2", ".zst", ".xz")
 TABLES = (".parquet", ".arrow")  # which are not packed once more
 OF_ROWS = (".jsonl", ".json", *TABLES)
-SUFFIXES = (".txt", *OF_ROWS)
+SUFFIXES = (*OF_ROWS, ".txt")
 # what data sets and models have that is no text of theirs
 _NO_TEXT = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 _NO_TEXT |= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
