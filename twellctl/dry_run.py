@@ -28,7 +28,7 @@ import torch
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
 from twellctl.here.processes import check_same, from_all, in_all
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_tokenizer, quiet_compiler, quiet_transformers
@@ -36,10 +36,10 @@ from twellctl.settings import flag_name
 from twellctl.text.blocks import Blocks, read_blocks, token_stream, write_tokens
 from twellctl.text.reading import estimated_text_bytes, read_texts, text_files
 from twellctl.training.build import build_trainer, for_model, micro_batch, steps_of
-from twellctl.training.launcher import as_launched
+from twellctl.training.launcher import checked_recipe
 from twellctl.training.memory import least_bytes, shards_on_several, total_bytes
 from twellctl.training.progress import Progress
-from twellctl.training.recipe import Recipe, check_report_to, public_recipe, settings
+from twellctl.training.recipe import Recipe, public_recipe, settings
 from twellctl.training.runs import check_alike, held_out_fraction, split_blocks
 from twellctl.training.teacher import choose_teacher
 from twellctl.training.trainer import SparseTrainer
@@ -156,10 +156,7 @@ def dry_run(
 
 def _checked(model: str | Path | Checkpoint, recipe: Recipe) -> tuple[Checkpoint, Recipe]:
     """The model, and the recipe completed for it; `TwellError` for what `finetune` refuses."""
-    if not recipe.data:
-        raise UsageError("no text to train on: give --data FILE")
-    recipe = as_launched(recipe)
-    check_report_to(recipe.report_to)
+    recipe = checked_recipe(recipe)
     text_files([*recipe.data, *recipe.eval_data])
     check_same(settings(public_recipe(recipe)), "start all with the same command")
     checkpoint = in_all(lambda: open_checkpoint(model))

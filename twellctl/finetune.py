@@ -20,7 +20,7 @@ from accelerate import PartialState
 from safetensors import SafetensorError
 from torch._dynamo.exc import TorchDynamoException
 
-from twellctl.errors import TwellError, UsageError, bounded, reason
+from twellctl.errors import TwellError, bounded, reason
 from twellctl.evaluation.results import AnswerScore
 from twellctl.files.home import from_home
 from twellctl.files.outputs import Claim, claimed
@@ -42,12 +42,11 @@ from twellctl.text.blocks import Blocks
 from twellctl.training import runs
 from twellctl.training.build import build_trainer, for_model, micro_batch
 from twellctl.training.history import History
-from twellctl.training.launcher import as_launched
+from twellctl.training.launcher import checked_recipe
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import (
     RECIPE_FILE,
     Recipe,
-    check_report_to,
     file_of,
     public_recipe,
     recipe_to_resume,
@@ -124,10 +123,7 @@ def finetune(
     """
     out, recipe_file = from_home(out), recipe_file or file_of(recipe)
     recipe = resolve_recipe(recipe or recipe_to_resume(out, resume), settings)
-    if not recipe.data:
-        raise UsageError("no text to train on: give --data FILE")
-    recipe = as_launched(recipe)
-    check_report_to(recipe.report_to)
+    recipe = checked_recipe(recipe)
     inputs = runs.run_inputs(model, recipe, recipe_file)
     world = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     progress = progress or Progress()

@@ -6,7 +6,16 @@ import os
 import torch
 
 from twellctl.errors import TwellError, UsageError, shown
-from twellctl.training.recipe import Recipe
+from twellctl.training.recipe import Recipe, check_report_to
+
+
+def checked_recipe(recipe: Recipe) -> Recipe:
+    """`recipe` `as_launched`; `TwellError` for one that no run can follow here, of any model."""
+    if not recipe.data:
+        raise UsageError("no text to train on: give --data FILE")
+    recipe = as_launched(recipe)
+    check_report_to(recipe.report_to)
+    return recipe
 
 
 def as_launched(recipe: Recipe) -> Recipe:
