@@ -38,7 +38,7 @@ class Page:
 
     def done(self) -> str:
         """The line under the last answer, once it is there."""
-        return self.until(lambda: self.all(".message:last-child .told"))[0].text
+        return self.until(lambda: self.all(".message:last-child .caption"))[0].text
 
     def ask(self, text: str) -> str:
         self.say(text)

@@ -42,7 +42,7 @@ def test_it_chats_and_streams_and_shows_what_fired(open_page, tokenizer):
         assert not page["key"].is_displayed()  # none is asked for
         page.say("Why does it pay?")
         texts, bars = [], []
-        while not page.all(".told"):
+        while not page.all(".caption"):
             texts.append(page.answer())
             bars.append(page.bars())
             time.sleep(0.05)
@@ -70,7 +70,7 @@ def test_the_conversation_goes_on_and_begins_anew(open_page, tokenizer, seen):
         page["temperature"].send_keys("0")
         page.ask("One?")
         page.say("Two?")
-        page.until(lambda: len(page.all(".told")) == 2)
+        page.until(lambda: len(page.all(".caption")) == 2)
         page["fresh"].click()
         assert page.all(".message") == []
         page.ask("Three?")
@@ -104,7 +104,7 @@ def test_code_is_shown_apart_from_its_first_token_on(open_page, tokenizer):
         page.until(lambda: page.all("#log pre"))
         page.run("document.querySelector('#log pre').mark = 'the same'")
         seen = []
-        while not page.all(".told"):
+        while not page.all(".caption"):
             seen.append(page.answer())
             time.sleep(0.05)
         page.done()
@@ -113,7 +113,7 @@ def test_code_is_shown_apart_from_its_first_token_on(open_page, tokenizer):
         assert page.run("return document.querySelector('#log pre').mark") == "the same"
         assert page.all("pre code")[0].get_property("textContent") == "x = 1\nreturn x"
         assert "monospace" in page.all("pre code")[0].value_of_css_property("font-family")
-        assert [p.text for p in page.all(".assistant p:not(.told)")][-1] == "or that."
+        assert [p.text for p in page.all(".assistant p:not(.caption)")][-1] == "or that."
         # what was set apart is still linked to its tokens
         ActionChains(page.driver).move_to_element(page.all("pre .token")[-1]).perform()
         page.until(lambda: page.all("pre .token.picked"))
@@ -133,7 +133,7 @@ def test_a_chat_outlives_a_reload_and_can_be_cleared(open_page, tokenizer, seen)
         page.until(lambda: page.bars() == bars)
         assert page["temperature"].get_attribute("value") == "0"
         page.say("Two?")
-        page.until(lambda: len(page.all(".told")) == 2)
+        page.until(lambda: len(page.all(".caption")) == 2)
         assert [message["content"] for message in seen[-1]] == ["One?", "**Yes.**", "Two?"]
         page["fresh"].click()
         page.driver.refresh()
@@ -201,7 +201,7 @@ def test_the_settings_reach_the_engine(open_page, tokenizer):
         page.ask("One?")
         page["seed"].clear()
         page.say("Two?")
-        page.until(lambda: len(page.all(".told")) == 2)
+        page.until(lambda: len(page.all(".caption")) == 2)
         page["open"].click()
         page.run("at('top-p').value = 2")
         page.say("Three?")

@@ -46,7 +46,7 @@ class DecodeForm:
         return 1 / self.seconds
 
     def to_json(self, point: "DecodePoint") -> dict[str, Any]:
-        """Its figures at a `point`, beside the others there."""
+        """Its figures at a `point`, compared with the others there."""
         low, *_, high = quantiles(self.step_seconds, n=10)
         return {
             "kind": self.kind,

@@ -51,7 +51,7 @@ SHARPNESS = 2.0  # standard deviation of a head's scores
 # what is added to a token's variance, which is 1: by attention in all layers, by each FFN
 ATTENTION_SHARE, FFN_SHARE = 0.4, 0.002
 SET_TOKENS, SET_LENGTH = 4096, 1024  # by which the gates are set
-WORKSPACE = 4 << 30  # bytes beside weights, to be sure
+WORKSPACE = 4 << 30  # bytes that are kept free, to be sure
 _DRAWN = {"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
 _DRAWN |= {"gate_proj", "up_proj", "gate_up_proj", "down_proj"}
 

@@ -4,8 +4,8 @@ Fewer than 8192 tokens: a CUDA graph of one call for each of the rotated inputs,
 what the host needs for a launch does not count. From there on: plain calls between CUDA events. On
 the CPU: plain calls by the wall clock. Each round takes every candidate once, every other round in
 reverse, so that a drift of clocks and temperature meets all alike. Before each sample a candidate
-runs untimed for twice as long: a product at full power leaves lower clocks behind, which shall
-be borne by the one that caused them.
+runs untimed for twice as long: a product at full power lowers clocks, which shall slow itself and
+not the next one.
 """
 
 import itertools

@@ -32,8 +32,8 @@ async function ask(path, options = {}) {
     throw new Error("The server cannot be reached.");
   }
   if (response.ok) return response;
-  const told = await response.json().catch(() => null);
-  const failure = new Error(told?.error?.message ?? `The server answers ${response.status}.`);
+  const body = await response.json().catch(() => null);
+  const failure = new Error(body?.error?.message ?? `The server answers ${response.status}.`);
   failure.status = response.status;
   throw failure;
 }
@@ -118,7 +118,7 @@ function addTurn(text) {
   const question = addMessage("user plain", chat ? "You" : "Text", text).box;
   const answer = {
     ...addMessage(`assistant ${chat ? "" : "plain"}`, chat ? model.id : "The model goes on"),
-    text: "", pieces: [], tokens: [], sums: [], times: [], usage: null, reason: null, told: null };
+    text: "", pieces: [], tokens: [], sums: [], times: [], usage: null, reason: null, caption: null };
   answer.box.answer = answer;
   turns.push({ text, question, answer });
   return turns.at(-1);
@@ -213,7 +213,7 @@ function blocksOf(text, chat) {  // [from, to, whether it is code], without the 
     put(fence.index);
     const end = fence.index + fence[0].length;
     start = Math.min(end + 1, text.length);
-    isCode = !isCode && end < text.length;  // a block begins behind the whole line
+    isCode = !isCode && end < text.length;  // a block begins after the whole line
   }
   if (start < text.length || isCode) put(text.length);
   return blocks;
@@ -240,12 +240,12 @@ function pieceAt(pieces, place) {  // the last that begins at `place` or before
   return low;
 }
 
-function end(answer, told) {
+function end(answer, caption) {
   follow(() => {
     show(answer);
     answer.box.classList.remove("writing");
-    answer.told = told;
-    answer.box.append(element("p", "told", told));
+    answer.caption = caption;
+    answer.box.append(element("p", "caption", caption));
   });
   draw();
   save();
@@ -263,13 +263,13 @@ function clear() {
 function summary(answer) {
   const [first, last] = [answer.times[0], answer.times.at(-1)];
   const count = answer.usage?.completion_tokens ?? answer.tokens.length;
-  const told = [`${count} ${count === 1 ? "token" : "tokens"}`];
-  if (last > first) told.push(`${(1000 * (count - 1) / (last - first)).toFixed(1)} tokens/s`);
-  if (answer.tokens.length) told.push(`${percent(meanOf(answer))} of the neurons fired`);
+  const caption = [`${count} ${count === 1 ? "token" : "tokens"}`];
+  if (last > first) caption.push(`${(1000 * (count - 1) / (last - first)).toFixed(1)} tokens/s`);
+  if (answer.tokens.length) caption.push(`${percent(meanOf(answer))} of the neurons fired`);
   const ends = { length: "cut at max tokens", stopped: "stopped", failed: "broken off" };
-  if (ends[answer.reason]) told.push(ends[answer.reason]);
-  else if (!answer.text) told.push("the model ended its answer at once");
-  return told.join(" · ");
+  if (ends[answer.reason]) caption.push(ends[answer.reason]);
+  else if (!answer.text) caption.push("the model ended its answer at once");
+  return caption.join(" · ");
 }
 
 function follow(change) {  // stay at the end of the text if that is what is seen
@@ -298,7 +298,7 @@ function save() {
   const kept = (densities) => ({
     model: model.id, chat: model.twell.chat,
     settings: Object.fromEntries(SETTINGS.map((id) => [id, at(id).value])),
-    turns: turns.map(({ text, answer }) => ({ text, told: answer.told, pieces: answer.pieces.map(
+    turns: turns.map(({ text, answer }) => ({ text, caption: answer.caption, pieces: answer.pieces.map(
       (piece) => [piece.text, densities(piece)]) })),
   });
   const rounded = ({ densities }) => densities.map((all) => all.map((share) => +share.toFixed(5)));
@@ -322,10 +322,10 @@ function restore() {
 function takeUp(kept) {
   if (kept?.model !== model.id || kept.chat !== model.twell.chat) return;
   for (const id of SETTINGS) at(id).value = kept.settings[id];
-  for (const { text, told, pieces } of kept.turns) {
+  for (const { text, caption, pieces } of kept.turns) {
     const { answer } = addTurn(text);
     for (const [piece, densities] of pieces) add(answer, piece, densities);
-    end(answer, told ?? `${answer.tokens.length} tokens · broken off`);
+    end(answer, caption ?? `${answer.tokens.length} tokens · broken off`);
   }
   drawNow();  // the chart takes room
   at("log").scrollTop = at("log").scrollHeight;

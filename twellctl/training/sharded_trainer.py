@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from twellctl.errors import TwellError
 from twellctl.here.processes import average, in_all
 from twellctl.training.sharded_checkpoints import CheckpointWriter, is_sharded_checkpoint
-from twellctl.training.trainer import SCHEDULER_FILE, SparseTrainer, full_disk_told
+from twellctl.training.trainer import SCHEDULER_FILE, SparseTrainer, full_disk_as_oserror
 
 
 class ShardedTrainer(SparseTrainer):
@@ -76,7 +76,7 @@ class ShardedTrainer(SparseTrainer):
     def _write_small_state(self, folder: Path) -> None:
         if self.is_world_process_zero():
             folder.mkdir(parents=True, exist_ok=True)
-            with full_disk_told():
+            with full_disk_as_oserror():
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_FILE)
             self.state.save_to_json(str(folder / "trainer_state.json"))
 

@@ -49,7 +49,7 @@ class StepReport:
 
 
 @contextlib.contextmanager
-def full_disk_told() -> Iterator[None]:
+def full_disk_as_oserror() -> Iterator[None]:
     """`OSError` for the RuntimeError by which torch's writer says that a disk is full."""
     try:
         yield
@@ -272,7 +272,7 @@ class SparseTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.replicas is not None:
             self.muon.bring_together()
-        with full_disk_told():
+        with full_disk_as_oserror():
             super()._save_checkpoint(model, trial)
 
     def checkpoint_saved(self) -> None:

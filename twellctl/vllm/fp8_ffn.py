@@ -2,7 +2,7 @@
 
 vLLM turns an e4m3 weight `[N, K]` into a view `[K, N]` of the same bytes, with the scales of its
 rows `[N, 1]`: turned back it is what the kernels read. Of W_down they want another layout, which
-is made beside it. Where the kernels do not run, or dense is faster, vLLM's own layers compute.
+is made, too. Where the kernels do not run, or dense is faster, vLLM's own layers compute.
 
 vLLM's compiler rounds the input of a layer in the norm before it. So that it still can, x is
 rounded outside of the operator, which takes both: ways over what fires read x as it is. What lies
