@@ -99,7 +99,7 @@ def test_an_export_says_all_that_is_known(sparse, measured, tmp_path):
         "batch-size: 4",
         "twellctl serve-local out",
         "`vllm serve out`",
-        "of k = 256 is `relu(g) u`\nto within 0.001 of u",
+        "of k = 64 is `relu(g) u`\nto within 0.004 of u",
         "convert_hf_to_gguf.py out",
     ):
         assert words in text, words
@@ -236,6 +236,7 @@ def test_an_odd_name_can_be_copied_and_the_density_of_an_evaluation_is_shown(sil
     assert '# my "own" model\n' in text
     assert 'from_pretrained("my \\"own\\" model")' in text
     assert "twellctl serve-local 'my \"own\" model' " in text
+    assert "ignore its `hidden_act: relu`, run it with SiLU without a word" in text
     assert "`twellctl export 'my \"own\" model' OUT`" in text
 
 

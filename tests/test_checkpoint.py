@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import open_checkpoint
-from twellctl.models.loading import read_tensors
+from twellctl.models.loading import load_model, read_tensors
 from twellctl.models.shards import read_header
 
 INDEX = "model.safetensors.index.json"
@@ -97,6 +97,9 @@ def one_ffn(N: int, K: int, dtype: str = "BF16") -> dict[str, tuple[str, list[in
             ("is a LlamaForSequenceClassification", "ForCausalLM"),
         ),
         ({"num_hidden_layers": 3}, ("2 gated FFNs in 3 layers", "gate_proj")),
+        ({"pad_token_id": "0"}, ("pad_token_id must be the id of a token, or null", "got '0'")),
+        ({"bos_token_id": [1, 2]}, ("bos_token_id must be the id of a token, or null", "[1, 2]")),
+        ({"eos_token_id": [2, True]}, ("eos_token_id must be the id of a token", "[2, True]")),
     ],
 )
 def test_config_that_does_not_fit(model, refused, changes, words):
@@ -157,10 +160,51 @@ def test_other_weight_formats(model, refused, file, format, with_config):
     refused(model / file, file, f"holds {format} weights: take the model in safetensors")
 
 
-def test_no_weights(model, refused):
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ((), "has no weights: give a folder with model.safetensors or"),
+        (("model.safetensors.part",), "has no weights: give a folder with model.safetensors or"),
+        (("model-00001-of-00001.safetensors",), "but no model.safetensors: rename it"),
+        (("model.fp16.safetensors",), "holds model.fp16.safetensors, but no model.safetensors:"),
+        (("model-00002-of-00003.safetensors",), f"1 of 3 weight files, and no {INDEX}: fetch the"),
+        (
+            ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+            f"no {INDEX}, which says what lies where: fetch it, too",
+        ),
+        (("a.safetensors", "b.safetensors"), "holds a.safetensors and so on, but no"),
+        (("consolidated.safetensors",), "names are not those of transformers: take model.safe"),
+    ],
+    ids=lambda value: " ".join(value) or "none" if isinstance(value, tuple) else "",
+)
+def test_weights_that_nothing_names(model, refused, files, words):
+    shard = next(iter(model.glob("*.safetensors"))).read_bytes()
     for path in model.glob("*.safetensors*"):
         path.unlink()
-    refused(model, str(model), "no weights", "model.safetensors")
+    for file in files:
+        (model / file).write_bytes(shard)
+    refused(model, str(model), words)
+
+
+@pytest.mark.parametrize(
+    ("tie", "words"),
+    [
+        (..., "lacks 1 of its weights, lm_head.weight first: set"),
+        (False, "lacks lm_head.weight, which tie_word_embeddings false asks for: set"),
+        (None, "config.json's tie_word_embeddings must be true or false, got None: correct it"),
+    ],
+)
+def test_a_head_that_is_not_there(silu_llama, tmp_path, tie, words):
+    """It may be the embeddings, which config.json has to say."""
+    model = Path(shutil.copytree(silu_llama, tmp_path / "headless"))
+    with weights_in(model) as tensors:
+        del tensors["lm_head.weight"]
+    edit(model / "config.json", tie_word_embeddings=tie)
+    with pytest.raises(TwellError, match=words.replace(".", r"\.")) as refusal:
+        load_model(open_checkpoint(model))
+    assert '"tie_word_embeddings": true in config.json if' in str(refusal.value) or tie is None
+    edit(model / "config.json", tie_word_embeddings=True)
+    assert load_model(open_checkpoint(model)).config.tie_word_embeddings
 
 
 def test_an_adapter(model, refused):

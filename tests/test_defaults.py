@@ -79,7 +79,13 @@ def test_a_head_that_is_stored_twice_stays_tied(make_model, tmp_path):
 
 @pytest.mark.parametrize(
     "entries",
-    [{"hidden_act": None}, {"max_position_embeddings": None}, {"pad_token_id": 512}],
+    [
+        {"hidden_act": None},
+        {"max_position_embeddings": None},
+        {"pad_token_id": 512},
+        {"pad_token_id": -1},
+        {"pad_token_id": -513},
+    ],
     ids=str,
 )
 def test_what_a_config_leaves_out_is_the_familys(silu_llama, changed, tmp_path, entries):

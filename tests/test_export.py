@@ -191,8 +191,10 @@ def test_config_and_side_files(exported, relu_llama):
         "AutoModel": "modeling_twell.TwellLlamaModel",
         "AutoModelForCausalLM": "modeling_twell.TwellLlamaForCausalLM",
     }
-    form = {"activation": "relu", "sharpness": [256] * 2, "down_share": [16] * 2}
-    said = {"hidden_act": "silu", "twell": was["twell"] | form}
+    form = {"activation": "relu", "sharpness": [64] * 2, "down_share": [8] * 2}
+    said = {"hidden_act": "silu", "twell": was["twell"] | form, "rope_theta": 10000.0}
+    assert was["rope_parameters"]["rope_theta"] == 10000.0
+    assert "rope_theta" not in was
     assert config == was | said | {key: config[key] for key in ("architectures", "auto_map")}
     manifest = json.loads((exported / "twell_manifest.json").read_text())
     assert manifest["format_version"] == 1

@@ -198,7 +198,7 @@ def test_what_reads_models_takes_it(exported, text_file, tmp_path, success, no_a
     assert "".join(generate(exported, "def f", max_tokens=5))
     diagnosis = doctor(exported)
     assert diagnosis.broken == []
-    assert "qwen2, relu as SiLU of sharpness 256, FP8, 2 gated FFNs" in diagnosis.folder[0].what
+    assert "qwen2, relu as SiLU of sharpness 64, FP8, 2 gated FFNs" in diagnosis.folder[0].what
     words = ("--data", text_file, "--windows", 2, "--seq-len", 32)
     success("eval", exported, "--reference", exported, *words)
 

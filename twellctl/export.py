@@ -23,6 +23,7 @@ from twellctl.models.card_speed import read_bench
 from twellctl.models.carried import copy_side_files, own_file, write_config
 from twellctl.models.checkpoint import GATED, SILU, Checkpoint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
+from twellctl.models.rotary import for_all_readers
 from twellctl.models.schemes import SCHEMES
 from twellctl.models.shard_writer import write_shards
 from twellctl.report.notebook import Shown
@@ -136,6 +137,7 @@ def _write_model(
     activation = {checkpoint.activation_key: _stock_activation(twell["source_act"])}
     config = checkpoint.config | activation | {"twell": twell | form}
     config |= _write_weights_and_bundle(checkpoint, folder, form, quantize)
+    config |= for_all_readers(config)
     copy_side_files(checkpoint, folder)
     write_config(folder, config)
     return config, largest

@@ -59,8 +59,9 @@ twellctl serve-local {word}    # OpenAI's API and a page to chat, on http://127.
 
 {engines}
 """
-_PLAIN = """Most engines support only SiLU: `twellctl export {word} OUT` writes this model in a
-form that they can run."""
+_PLAIN = """This folder is for transformers and twellctl. Most other engines, such as llama.cpp and
+mlx-lm, ignore its `hidden_act: relu`, run it with SiLU without a word, and answer with noise. Give
+them what `twellctl export {word} OUT` writes: a form that they can run."""
 _ANY = """Its ReLU is written as a sharp SiLU: `silu(k g) (u / k)` of k = {sharpness} is `relu(g) u`
 to within {within} of u. Engines that support only SiLU can run it, and compute all neurons:
 

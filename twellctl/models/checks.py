@@ -23,6 +23,8 @@ SIZES = (
 )
 _OTHER_DTYPES = {"BOOL", "I32", "I64"}  # of masks and positions
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+TIE = 'set "tie_word_embeddings": true in config.json if its head is its embeddings'
 _KEYS_VALUES = re.compile(r"(.+\.self_attn)\.[kv]_proj\.weight")
 _FFN_WEIGHT = re.compile(r"(.+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.weight")
 _EXPERTS = re.compile(r"(\w+_)?(num|n)_(local_|routed_)?experts")
@@ -71,6 +73,13 @@ def refuse_unsupported(name: str, config: dict) -> None:
         raise TwellError(f"{name} is a {classes[0]}: take a causal language model (...ForCausalLM)")
     for key in SIZES:
         _refuse_wrong_size(name, config, key)
+    for key in TOKEN_IDS:
+        _refuse_wrong_id(name, config, key)
+    if not isinstance(tied := config.get("tie_word_embeddings", False), bool):
+        raise TwellError(
+            f"{name}: config.json's tie_word_embeddings must be true or false, got {shown(tied)}: "
+            f"correct it (false if there is an {HEAD}, else true)"
+        )
     if "/" in str(config.get("_attn_implementation") or config.get("attn_implementation") or ""):
         raise TwellError(
             f"{name}: config.json names attention code of the hub (_attn_implementation): take "
@@ -92,6 +101,18 @@ def _refuse_wrong_size(name: str, config: dict, key: str) -> None:
             f"{name}: config.json's {key} must be a whole number from 1, got {shown(value)}: "
             "copy it again"
         )
+
+
+def _refuse_wrong_id(name: str, config: dict, key: str) -> None:
+    """`TwellError` unless `key` is the id of a token, or null. There may be several end tokens."""
+    value = config.get(key)
+    several = isinstance(value, list) and key == "eos_token_id"
+    if value is None or all(type(one) is int for one in (value if several else [value])):
+        return
+    raise TwellError(
+        f"{name}: config.json's {key} must be the id of a token, or null for none, got "
+        f"{shown(value)}: correct it"
+    )
 
 
 def activation_key(config: dict) -> str:
@@ -172,7 +193,9 @@ def compare_sizes(name: str, config: dict, tensors: dict[str, TensorInfo], ffn: 
             )
     untied = config.get("tie_word_embeddings") is False
     if untied and EMBEDDINGS in tensors and HEAD not in tensors:
-        raise TwellError(f"{name} lacks {HEAD}, which tie_word_embeddings false asks for: {again}")
+        raise TwellError(
+            f"{name} lacks {HEAD}, which tie_word_embeddings false asks for: {TIE}, else {again}"
+        )
 
 
 def _rows_by_config(

@@ -14,11 +14,12 @@ _WRAPPED = ".model.embed_tokens.weight"
 def completed(config: dict[str, Any]) -> dict[str, Any]:
     """`config` with the family's defaults for what it leaves out of what is needed here.
 
-    A padding token that there is not is none: nothing here pads, and transformers would fail.
+    A padding token that there is not (-1, say) is none: nothing here pads, and transformers may
+    fail.
     """
     vocabulary, padding = config.get("vocab_size"), config.get("pad_token_id")
     made = dict(config)
-    if type(padding) is int and type(vocabulary) is int and padding >= vocabulary:
+    if type(padding) is int and type(vocabulary) is int and not 0 <= padding < vocabulary:
         made["pad_token_id"] = None
     missing = [key for key in _LEFT_OPEN if config.get(key) is None]
     if not missing or any(config.get(key) for key in _OTHER_NAMES):

@@ -36,7 +36,7 @@ from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_file
 from twellctl.models.carried import CHAT_TEMPLATES
 from twellctl.models.checkpoint import Checkpoint
-from twellctl.models.checks import ACTIVATION_KEYS
+from twellctl.models.checks import ACTIVATION_KEYS, HEAD, TIE
 from twellctl.models.quantised import config_with_own_layers
 from twellctl.models.schemes import scheme_of
 from twellctl.models.silu_form import factors, scaled, undo
@@ -207,9 +207,10 @@ def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
             "fetch config.json and weights again, from one place"
         )
     if missing := sorted(found["missing_keys"]):
+        tie = f"{TIE}, else " if missing == [HEAD] else ""
         raise TwellError(
-            f"{checkpoint.name} lacks {len(missing)} of its weights, {missing[0]} first: fetch its "
-            "safetensors files again"
+            f"{checkpoint.name} lacks {len(missing)} of its weights, {missing[0]} first: "
+            f"{tie}fetch its safetensors files again"
         )
     return model
 

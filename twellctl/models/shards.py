@@ -4,6 +4,7 @@ Only headers are read.
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from twellctl.files.strict_json import read_json
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATS = ("F32", "F16", "BF16")
+_NUMBERED = re.compile(r"-of-0*(\d+)\.safetensors$")
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack")
 
 
@@ -33,7 +35,8 @@ def read_shards(name: str, path: Path) -> tuple[dict[str, TensorInfo], tuple[str
     if (path / SINGLE).is_file():
         return read_header(path / SINGLE), (SINGLE,)
     if not (path / INDEX).is_file():
-        why = other_weights(path) or f"has no weights: give a folder with {SINGLE} or {INDEX}"
+        why = _without_index(path) or other_weights(path)
+        why = why or f"has no weights: give a folder with {SINGLE} or {INDEX}"
         raise TwellError(f"{name} {why}")
     index = read_json(path / INDEX)
     weight_map = index.get("weight_map")
@@ -76,6 +79,25 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise TwellError(
             f"{path} is truncated or not a safetensors file ({reason(error)}): copy it again"
         ) from error
+
+
+def _without_index(path: Path) -> str:
+    """What to do with the safetensors files in `path`, which no index names; "" if there are none.
+
+    `path` has neither `SINGLE` nor `INDEX`.
+    """
+    found = sorted(file.name for file in path.glob("*.safetensors"))
+    if not found:
+        return ""
+    if found[0].startswith("consolidated"):
+        return f"holds {found[0]}, whose names are not those of transformers: take {SINGLE} instead"
+    numbers = [_NUMBERED.search(file) for file in found]
+    wanted = max((int(number[1]) for number in numbers if number), default=len(found))
+    if len(found) == wanted == 1:
+        return f"holds {found[0]}, but no {SINGLE}: rename it"
+    if len(found) < wanted:
+        return f"holds {len(found)} of {wanted} weight files, and no {INDEX}: fetch the others, too"
+    return f"holds {found[0]} and so on, but no {INDEX}, which says what lies where: fetch it, too"
 
 
 def other_weights(path: Path) -> str:

@@ -2,6 +2,10 @@
 
 twell_config.py describes the form. `export` writes it; all other code that reads weights takes it
 out, so that twellctl only works on plain ReLU models. Both are exact in bf16 and float32.
+
+The powers are a compromise. The larger the sharpness, the closer SiLU is to ReLU. But the smaller
+up and W_down become, the more GGUF's K-quants lose: they keep a scale for 256 weights in fp16, of
+which few bits are left for such small numbers.
 """
 
 import re
@@ -14,7 +18,8 @@ from twellctl.bundle.twell_config import FP16, LEAST_SHARPNESS, stays_silu
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.firing.profiled import LayerProfile
 
-MOST_SHARPNESS = 256  # relu(g) to within 0.0011
+MOST_SHARPNESS = 64  # relu(g) to within 0.0044
+_MOST_DIVIDED = 8  # by this up and W_down are divided at most, if the sharpness is not the least
 _ROOM = FP16 / 2  # of text that no profile has read gates may be larger
 _NUMBER = re.compile(r"\d+")
 _PART = re.compile(r"(.+)\.(gate_proj|up_proj|gate_up_proj|down_proj)\.(weight|bias|weight_scale)")
@@ -27,7 +32,8 @@ def choose_form(
 
     `layers` are those of its profile, or none: then nothing is known of what could overflow. Gates
     times their sharpness, and hidden values times their share, stay within fp16 with room for twice
-    as much, down to the least sharpness and no share. `was`: the form that its folder had, whose
+    as much, down to the least sharpness and no share. Where the share is smaller, so is the
+    sharpness: else up alone would be divided. `was`: the form that its folder had, whose
     SiLU neurons stay SiLU; without a profile it stays as it is.
     """
     if was and not layers:
@@ -38,9 +44,10 @@ def choose_form(
         k = MOST_SHARPNESS
         while k > LEAST_SHARPNESS and k * gate > _ROOM:
             k //= 2
-        share = 1 << (k.bit_length() - 1) // 2  # up has the other half, for scales in fp16
+        share = 1 << (k.bit_length() - 1) // 2  # up has the other half
         while share > 1 and share * hidden > _ROOM:
             share //= 2
+        k = max(LEAST_SHARPNESS, min(k, _MOST_DIVIDED * share))
         silu = stays_silu(was["sharpness"][layer]) if was else []
         sharpness.append([1 if stays else k for stays in silu] if silu else k)
         shares.append(share)
