@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from twellctl.cli.flags import whole_number
 from twellctl.screens import ui
 from twellctl.settings import flag_name
 from twellctl.training.recipe import Recipe
@@ -42,12 +43,51 @@ def page(monkeypatch):
     return read
 
 
-@pytest.mark.parametrize("words", [("--density", "15%"), ("--tokens", "1M")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--density", "15%"),
+        ("--tokens", "1M"),
+        ("--tokens", "2.5"),
+        ("--tokens", "nan"),
+        ("--tokens", "1e999999999"),
+        ("--tokens", "\N{ARABIC-INDIC DIGIT TWO}"),
+    ],
+)
 def test_what_is_no_number_is_named(refusal, words):
     flag, value = words
     said = refusal("convert", "model", "out", "--data", "a.txt", *words, code=2)
     assert f"'{flag}'" in said
     assert f"got '{value}'" in said
+    assert "Value error" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("2e6", 2_000_000), ("1.5e3", 1500), ("-5", -5), ("010", 10), ("9007199254740993", 2**53 + 1)],
+)
+def test_whole_numbers_as_people_write_them(text, number):
+    assert whole_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (("write", "m", "o", "--prompts", "a", "--prompts", "b"), "--prompts"),
+        (("convert", "m", "o", "--seed", "1", "--seed=1"), "--seed"),
+        (("eval", "m", "--reference", "a", "--data", "b", "--reference", "c"), "--reference"),
+        (("finetune", "m", "o", "--lora-ffn", "--no-lora-ffn"), "--lora-ffn"),
+        (("bench", "decode", "--config", "a", "--batch", "1", "--config", "b"), "--config"),
+        (("chat", "m", "--system", "a", "--system", "b"), "--system"),
+    ],
+)
+def test_a_flag_that_is_given_twice_is_refused(refusal, words, flag):
+    assert refusal(*words, code=2) == f"error: {flag} is given twice: keep one"
+
+
+def test_switches_and_flags_for_many_values_may_be_given_twice(refusal):
+    words = ("--data", "a", "--data", "b", "--overwrite", "--overwrite", "-q", "-q")
+    assert "a does not exist" in refusal("convert", "m", "o", *words)
 
 
 @pytest.mark.parametrize("words", [(), ("-h",), ("--help",)])

@@ -3,8 +3,14 @@
 That a killed one goes on is in test_killed.py.
 """
 
+from pathlib import Path
+
 import pytest
 from edits import json_in
+from typer.main import get_command
+
+from twellctl.cli.app import app
+from twellctl.cli.pipeline import _flags, _words
 
 pytestmark = pytest.mark.usefixtures("no_answers")
 
@@ -61,6 +67,27 @@ def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path)
     assert "eval: no verdict (so): whether the model is good enough is not known" in err
 
 
+def test_values_of_steps_mean_what_they_say():
+    """Switches, numbers, many values and mappings; what run sets by default is replaced."""
+    settings = {
+        "prompts": "p.json",
+        "tokens": "2e6",
+        "overwrite": False,
+        "chat-template-kwargs": {"enable_thinking": False},
+    }
+    commands = get_command(app).commands
+    assert list(_flags("write", settings, commands["write"])) == [
+        "--prompts=p.json",
+        "--tokens=2e6",
+        '--chat-template-kwargs={"enable_thinking": false}',
+    ]
+    settings = {"overwrite": True, "compile": False, "data": ["a", "b"], "density": 0.1}
+    wanted = ["--overwrite", "--no-compile", "--data=a", "--data=b", "--density=0.1"]
+    assert list(_flags("finetune", settings, commands["finetune"])) == wanted
+    words, given = _words("eval", "base", Path("o"), {"eval": {"reference": "other"}})
+    assert (words, given) == (["base", "--json=o/eval.json"], {"reference": "other"})
+
+
 def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
     assert pipe(STEPS.split("profile")[0], "--keep-going")[0] == 0
     code, _, err = pipe(STEPS.replace("windows: 1", "windows: 2"))
@@ -92,7 +119,21 @@ def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
         (STEPS.replace("{out}", "{text}"), "exists and is not a folder: name another out"),
         (STEPS + "write: {{prompts:}}", "or a list of these, got None"),
         (STEPS + "write: {{tokens: many}}", "Invalid value for '--tokens'"),
-        (STEPS + "write: {{help: true}}", "write has no flag help: remove it"),
+        (STEPS + "write: {{help: true}}", "help of write is not for a file of run: remove it"),
+        (STEPS + "finetune: {{resume: true}}", "resume of finetune is not for a file of run"),
+        (STEPS.replace("seq-len: 16}}\np", "seq-len: 16, json: a}}\np"), "json of eval is not for"),
+        (STEPS.replace("convert: {{}}", "convert: {{dry-run: true}}"), "dry-run of convert is not"),
+        (STEPS + "write: {{prompts: [a, b]}}", "--prompts is given twice: keep one"),
+        (STEPS + "write: {{prompts: {{a: b}}}}", "prompts of write must be text, a number"),
+        (STEPS + "write: {{prompts: a, tokens: 010}}", "YAML takes '010' for another number"),
+        (STEPS + "finetune: {{teacher: no}}", "teacher of finetune takes a value, got false: give"),
+        (STEPS + "finetune: {{steps: true}}", "No such option: --steps"),
+        (STEPS + "finetune: {{max-steps: true}}", "max-steps of finetune takes a value, got true"),
+        (STEPS + "finetune: {{no-compile: false}}", "No such option: --no-no-compile"),
+        (
+            STEPS + "write: {{prompts: a, chat-template-kwargs: {{a: 2001-01-01}}}}",
+            "chat-template-kwargs of write must be text",
+        ),
         (STEPS + "out: b", "line 8 gives out more than once: keep one"),
         (
             STEPS + "write:\n tokens: 1\n tokens: 2",

@@ -63,11 +63,12 @@ def test_numbers_that_yaml_takes_for_text(write, text):
 
 
 def test_kinds(write):
-    text = "data: a.txt\neval-data: [b.txt, c]\nlora-ffn: yes\nlora-rank: 2\nmax-steps: null\n"
+    text = "data: a.txt\neval-data: [b.txt, c]\nlora-ffn: yes\nlora-rank: 0x2\nmax-steps: null\n"
     recipe = resolve_recipe(write(text), {"data": [Path("d"), "e"]})
     assert (recipe.data, recipe.eval_data) == (["d", "e"], ["b.txt", "c"])
     assert (recipe.lora_ffn, recipe.max_steps) == (True, None)
     assert resolve_recipe(write("data: a.txt")).data == ["a.txt"]
+    assert resolve_recipe(write("data: '010'\nl1: 0.5\nseed: 0\n")).data == ["010"]
 
 
 def test_target_sparsity_of_older_recipes_is_read_as_density(write):
@@ -142,6 +143,11 @@ def test_settings_that_exclude_each_other(write):
         ("l1: [\n", "is not valid YAML"),
         ("l1: 1\nseed: 2\nl1: 3\n", "line 3 gives l1 more than once: keep one"),
         ("data: [{a: 1, a: 2}]\n", "line 1 gives a more than once"),
+        ("l1: 1\nseed: 010\n", "line 2: YAML takes '010' for another number: put it in quotes"),
+        ("seed: -0_7\n", "line 1: YAML takes '-0_7' for another number"),
+        ("data: 12:30\n", "line 1: YAML takes '12:30' for another number"),
+        ("l1: 1:30.5\n", "line 1: YAML takes '1:30.5' for another number"),
+        ("seed: !!int 010\n", "line 1: YAML takes '010' for another number"),
         ("l1: !!python/object:os.system x\n", "is not valid YAML"),
         ("l1: \xff\n".encode("latin-1"), "is not valid YAML"),
     ],

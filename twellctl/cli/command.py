@@ -82,6 +82,13 @@ class _Command(TyperCommand):
         for parameter in self.params:
             parameter.help = escape(getattr(parameter, "help", None) or "")
 
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        """`UsageError` for an option with a value that is given twice: one would be lost."""
+        if not context.resilient_parsing:
+            _, _, order = self.make_parser(context).parse_args(args=list(args))
+            _refuse_twice(order)
+        return super().parse_args(context, args)
+
     def format_help(self, context: Any, formatter: Any) -> None:
         """In a column of their own names like --no-compile would be cut at 80 characters."""
         for parameter in self.params:
@@ -89,6 +96,19 @@ class _Command(TyperCommand):
                 parameter.help = f"{parameter.help} Off: {parameter.secondary_opts[0]}."
                 parameter.secondary_opts = []
         super().format_help(context, formatter)
+
+
+def _refuse_twice(order: list[Any]) -> None:
+    """`UsageError` for one of the options in `order`, as they were given, that is there twice.
+
+    A switch that has no opposite may be: it says the same again.
+    """
+    for option in order:
+        if not isinstance(option, TyperOption) or option.multiple or order.count(option) == 1:
+            continue
+        if option.is_flag and not option.secondary_opts:
+            continue
+        raise UsageError(f"{option.opts[-1]} is given twice: keep one")
 
 
 def command(

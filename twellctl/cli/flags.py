@@ -1,6 +1,7 @@
 """Settings as options of a command: help, groups, defaults and completion from their fields."""
 
 import dataclasses
+import decimal
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import Field
@@ -9,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from twellctl.settings import flag_of, kind_of
+
+_MOST_DIGITS = 27  # of a whole number: as many as a decimal number holds exactly
 
 
 def options_of(kind: type) -> dict[str, inspect.Parameter]:
@@ -53,8 +56,9 @@ def _parameter(field: Field, group: str | None) -> inspect.Parameter:
             help=text,
             show_default=False,
             rich_help_panel=group,
-            metavar=field.metadata["metavar"] or None,
+            metavar=field.metadata["metavar"] or ("<int>" if kind is int else None),
             autocompletion=_beginning(choices) if choices else None,
+            parser=whole_number if kind is int else None,
         )
     return inspect.Parameter(
         flag.replace("-", "_").lower(),
@@ -62,6 +66,18 @@ def _parameter(field: Field, group: str | None) -> inspect.Parameter:
         default=None,
         annotation=Annotated[(list[kind] if many else kind) | None, declared],  # type: ignore[valid-type]
     )
+
+
+def whole_number(text: Any) -> int:
+    """`text` as a whole number, written out or as 2e6 is; `ValueError` for anything else."""
+    try:
+        number = decimal.Decimal(str(text))
+    except decimal.InvalidOperation:
+        number = decimal.Decimal("nan")
+    is_whole = number.is_finite() and abs(number.adjusted()) <= _MOST_DIGITS and number % 1 == 0
+    if not is_whole or not str(text).isascii():
+        raise ValueError("must be a whole number, such as 2000000 or 2e6")
+    return int(number)
 
 
 def _beginning(choices: Iterable[str]) -> Callable[[str], list[str]]:

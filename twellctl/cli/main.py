@@ -54,7 +54,7 @@ def _report(error: BaseException) -> int:
         raise error
     context = getattr(error, "ctx", None)
     where = context.command_path if context else "twellctl"
-    said = " ".join(error.format_message().split())
+    said = " ".join(error.format_message().split()).replace("Value error, ", "")
     cause = error.__cause__
     if cause is not None and hasattr(cause, "errors"):  # pydantic's message names no value
         said += f", got {shown(cause.errors()[0]['input'])}"

@@ -7,8 +7,11 @@
     eval: {tasks: HumanEval.jsonl, run-code: true}
     export: {}
 
-Keys of a step are the flags of its command. What a step makes in OUT is whole or not there, and
-`run.json` there says with which settings it was begun: so what is there is not made again.
+Keys of a step are the flags of its command. true and false are for switches, a list is for flags
+that may be repeated, and a mapping for those that take JSON.
+
+What a step makes in OUT is whole or not there, and `run.json` there says with which settings it was
+begun: so what is there is not made again.
 """
 
 import json
@@ -35,6 +38,7 @@ _MADE = {
     "profile": "profile.json",
     "export": "exported",
 }
+_NOT_HERE = ("help", "help-all", "dry-run", "json", "resume")  # the last two are run's own
 _CHANGING = ("write", "convert", "finetune")  # later steps read what these made
 RECORD = "run.json"
 _WRITTEN = "answers are whole"  # a key of the record: the file of answers grows line by line
@@ -75,13 +79,10 @@ def _check_steps(file: Path, content: dict[str, Any]) -> None:
         if not isinstance(given, dict | None):
             raise UsageError(f"{file}: {name} must hold flags of its command, got {shown(given)}")
         for key, value in (given or {}).items():
-            if key in ("help", "help-all"):
-                raise UsageError(f"{file}: {name} has no flag {key}: remove it")
+            if key in _NOT_HERE:
+                raise UsageError(f"{file}: {key} of {name} is not for a file of run: remove it")
             if not all(map(_is_plain, _each(value))):
-                raise UsageError(
-                    f"{file}: {key} of {name} must be text, a number, true, false, or a list of "
-                    f"these, got {shown(value)}"
-                )
+                raise UsageError(f"{file}: {_must_be(name, key, value)}")
 
 
 class _Pipeline:
@@ -111,8 +112,7 @@ class _Pipeline:
 
     def _check(self, name: str) -> None:
         """Refuse wrong flags of a step, and what was made with other settings."""
-        words = _words(name, self._model, self._out, self._steps)
-        self._commands[name].make_context(name, words, parent=self._root)
+        self._commands[name].make_context(name, self._words(name), parent=self._root)
         made = self._out / _MADE[name]
         if not made.exists():
             return
@@ -128,12 +128,17 @@ class _Pipeline:
         self._begun[name] = _record(name, self._model, self._steps)
         self._begun[_WRITTEN] = name != "write" and self._begun.get(_WRITTEN, False)
         self._save_record()
-        words = _words(name, self._model, self._out, self._steps)
+        words = self._words(name)
         ui.note(f"{name}: twellctl {' '.join(map(ui.word, [name, *words]))}")
         with self._commands[name].make_context(name, words, parent=self._root) as step:
             self._commands[name].invoke(step)
         self._begun[_WRITTEN] |= name == "write"
         self._save_record()
+
+    def _words(self, name: str) -> list[str]:
+        """The command line of a step without its name."""
+        words, settings = _words(name, self._model, self._out, self._steps)
+        return [*words, *_flags(name, settings, self._commands[name])]
 
     def _save_record(self) -> None:
         write_file(self._out / RECORD, json.dumps(self._begun, indent=1))
@@ -163,8 +168,10 @@ def _before(name: str, steps: dict[str, Settings]) -> list[str]:
     return list(steps)[: list(steps).index(name)]
 
 
-def _words(name: str, model: str, out: Path, steps: dict[str, Settings]) -> list[str]:
-    """The command line of a step without its name: the flags given, and defaults for the others.
+def _words(
+    name: str, model: str, out: Path, steps: dict[str, Settings]
+) -> tuple[list[str], Settings]:
+    """How the command line of a step begins, and its flags: those given, and run's defaults.
 
     By default a step reads the newest model of the steps before it, and the answers that `write`
     made.
@@ -181,25 +188,49 @@ def _words(name: str, model: str, out: Path, steps: dict[str, Settings]) -> list
         case "convert":
             words = [model, made[name]]
         case "finetune":
-            words = [newest, made[name], f"--teacher={model}"]
+            words, given["teacher"] = [newest, made[name]], model
             words += ["--resume"] if run_folder(Path(made[name])).exists() else []
         case "eval":
-            words = [newest, f"--reference={model}", f"--json={made[name]}"]
+            words, given["reference"] = [newest, f"--json={made[name]}"], model
         case "profile":
             words = [newest, f"--json={made[name]}"]
         case "export":
             words = [newest, made[name]]
             given = {one: made[one] for one in ("profile", "eval") if one in before}
-    return [*words, *_flags(given | steps[name])]
+    return words, given | steps[name]
 
 
-def _flags(settings: Settings) -> Iterator[str]:
+def _flags(name: str, settings: Settings, command: Any) -> Iterator[str]:
+    """`settings` as flags of `command`; `UsageError` for a value that its flag cannot have."""
+    options = {flag.removeprefix("--"): one for one in command.params for flag in one.opts}
     for key, value in settings.items():
+        option = options.get(key)
         for one in _each(value):
             if isinstance(one, bool):
-                yield f"--{key}" if one else f"--no-{key}"
+                yield from _switch(name, key, one, option)
+            elif isinstance(one, dict):
+                if option is not None and option.metavar != "JSON":
+                    raise UsageError(_must_be(name, key, one))
+                yield f"--{key}={json.dumps(one)}"
             else:
                 yield f"--{key}={one}"
+
+
+def _switch(name: str, key: str, is_on: bool, option: Any) -> Iterator[str]:
+    """The flag of a switch; false leaves one without an opposite out."""
+    if option is not None and not option.is_flag:
+        raise UsageError(f"{key} of {name} takes a value, got {str(is_on).lower()}: give one")
+    if is_on:
+        yield f"--{key}"
+    elif option is None or option.secondary_opts:
+        yield f"--no-{key}"
+
+
+def _must_be(name: str, key: str, value: Any) -> str:
+    return (
+        f"{key} of {name} must be text, a number, true, false, or a list of these, got "
+        f"{shown(value)}"
+    )
 
 
 def _each(value: Any) -> list[Any]:
@@ -210,4 +241,9 @@ def _is_plain(value: Any) -> bool:
     """Whether `RECORD` can hold it as JSON: lone surrogates and infinite numbers it cannot."""
     if isinstance(value, str):
         return value == encodable(value)
+    if isinstance(value, dict):
+        try:
+            return _is_plain(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):  # dates, NaN, what holds itself
+            return False
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
