@@ -38,12 +38,24 @@ CHAT_MORE = {
     "twell_densities": (True,),
     "temprature": (1,),
 }
+
+
+def called(**fields) -> dict:
+    """A message with a call that has these fields."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return {"role": "assistant", "tool_calls": [call | fields]}
+
+
 MESSAGES = {
     "[0]": "hi",
     "[0].role": {"role": "robot", "content": "x"},
     "[0].content": {"role": "user"},
     "[0].function_call": {"role": "assistant", "function_call": {"name": "f"}},
     "[0].tool_calls": {"role": "assistant", "tool_calls": [3]},
+    "[0].tool_calls[0].custom": called(custom={"name": "f"}),
+    "[0].tool_calls[0].function.text": called(function={"name": "f", "text": "x"}),
+    "[0].tool_calls[0].function.name": called(function={"name": 3}),
+    "[0].name": {"role": "user", "content": "x", "name": 3},
 }
 COMPLETION = {
     "prompt": ("", [], [""], [[]], [1, "a"], {"a": 1}, [512], [-1], [True]),

@@ -68,7 +68,8 @@ _LACKING_IN_CHAT: dict[str, tuple] = {
 _LACKING_IN_COMPLETIONS: dict[str, tuple] = {"best_of": (1,), "suffix": ("",)}
 # fields of a message besides role and content; those not passed on to the template change no text
 _PASSED_ON = {"name", "reasoning_content", "tool_call_id", "tool_calls"}
-_LABELS_OF_MESSAGES = {"annotations", "cache_control", "id"}
+_LABELS_OF_MESSAGES = {"annotations", "cache_control", "id", "parsed"}
+_LABELS_OF_CALLS = {"id", "index", "type"}
 _LABELS_OF_PARTS = {"annotations", "cache_control", "id", "logprobs"}
 TEXTS = ("text", "input_text", "output_text")  # kinds of parts
 _OURS = {"messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message"}
@@ -274,17 +275,22 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             continue
         if name not in _PASSED_ON:
             raise unsupported(f"{where}.{name}")
-        made[name] = _tool_calls(value, f"{where}.{name}") if name == "tool_calls" else value
+        read = _tool_calls if name == "tool_calls" else check_text
+        made[name] = read(f"{where}.{name}", value)
     return made
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
     """With arguments as objects, which templates write, and not as the text of one."""
     made = []
-    for call in calls if isinstance(calls, list) else [calls]:
+    for place, call in enumerate(calls if isinstance(calls, list) else [calls]):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise invalid(where, "must be a list of calls of functions", calls)
+        refuse_keys(f"{where}[{place}]", call, {"function", *_LABELS_OF_CALLS})
+        inner = f"{where}[{place}].function"
+        refuse_keys(inner, function, {"name", "arguments", "parsed_arguments"})
+        check_text(f"{inner}.name", function.get("name"))
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             with suppress(ValueError, RecursionError):
