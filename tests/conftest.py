@@ -248,6 +248,15 @@ def uninterrupted(relu_llama, text_file, tmp_path_factory):
     return finetune(relu_llama, tmp_path_factory.mktemp("whole") / "out", small(text_file))
 
 
+@pytest.fixture(scope="session")
+def limits_programs():
+    """Tests that run programs are skipped where none can be limited."""
+    from twellctl.evaluation import limited
+
+    if why_not := limited.guards().why_not:
+        pytest.skip(why_not)
+
+
 @pytest.fixture
 def exported(export_llama, tmp_path) -> Path:
     """A copy of that export, which a test may spoil."""

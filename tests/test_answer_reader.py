@@ -1,26 +1,14 @@
 """What a model's answer is taken for: thinking, blocks of code, numbers; and the programs of it."""
 
-import asyncio
 import os
 import random
 
 import pytest
 
-from twellctl.errors import TwellError
-from twellctl.evaluation import limited, programs
-from twellctl.evaluation.questions import Asked, Coded, Question, Task, matches, right
-from twellctl.evaluation.sound_tasks import leave_out_unsound
-from twellctl.evaluation.written import (
-    answer_number,
-    code_blocks,
-)
-from twellctl.serving.completion import Piece
-from twellctl.serving.tools import with_calls
-from twellctl.text.thinking import MARKS, final_answer, leaves_thinking_open
-
-on_linux = pytest.mark.skipif(
-    limited.guards().why_not is not None, reason="programs cannot be limited here"
-)
+from twellctl.evaluation import programs
+from twellctl.evaluation.questions import Asked, Coded, matches, right
+from twellctl.evaluation.written import answer_number, code_blocks
+from twellctl.text.thinking import final_answer, leaves_thinking_open
 
 ADD = "def add(a, b):\n    return a + b\n"
 WRONG = "def add(a, b):\n    return a - b\n"
@@ -36,9 +24,9 @@ def fence(code: str, label: str = "python") -> str:
     return f"```{label}\n{code}```"
 
 
-def as_item(code: str, indent: str = "   ") -> str:
+def as_item(code: str) -> str:
     """In an item of a numbered list."""
-    lines = "\n".join(f"{indent}{line}" for line in fence(code).split("\n"))
+    lines = "\n".join(f"   {line}" for line in fence(code).split("\n"))
     return f"1. First:\n\n{lines}\n\n2. Done."
 
 
@@ -236,7 +224,7 @@ CODE = [
 ]
 
 
-@on_linux
+@pytest.mark.usefixtures("limits_programs")
 def test_code_is_judged_as_a_reader_would():
     found = right([question for _, question, _, _ in CODE], [answer for *_, answer, _ in CODE])
     expected = {why: float(is_right) for why, _, _, is_right in CODE}
@@ -350,58 +338,6 @@ def test_a_text_without_a_number_has_none():
     assert answer_number("x2 and v1.2.3") is None
 
 
-# ---- tasks that say nothing
-
-
-def left_out(*questions) -> tuple[list[str], list[int]]:
-    """(what is noted, the places of what is left)."""
-    placed = tuple(questions)
-    said: list[str] = []
-    (task,) = leave_out_unsound(
-        [Task("t", placed)], lambda text: None, said.append, lambda done, total: None
-    )
-    return said, [placed.index(question) for question in task.questions]
-
-
-@on_linux
-def test_tests_that_cannot_fail_or_cannot_pass_are_left_out():
-    said, left = left_out(
-        SUM,
-        Coded("f", "f", "# assert f() == 1", where="a:2"),
-        Coded("f", "f", "f()", where="a:3"),
-        Coded("f", "f", "assert f() is None", where="a:4"),
-        Coded("f", "f", "assert f() == 1", "def f():\n    return 2", where="a:5"),
-        Coded("f", "f", "assert f() == 2", "def f():\n    return 2", where="a:6"),
-        Coded("def f():\n    '''2'''\n", "f", "assert f() == 2", "    return 2\n", where="a:7"),
-    )
-    assert left == [0, 5, 6]
-    assert said == [
-        "t: 1 question left out, the tests do not call the function: a:2",
-        "t: 2 questions left out, a function that returns None passes: a:3, a:4",
-        "t: 1 question left out, their own solution fails: a:5",
-    ]
-
-
-def test_choices_that_are_alike_and_patterns_that_match_all_are_left_out(monkeypatch):
-    monkeypatch.setattr("twellctl.evaluation.sound_tasks.PATTERN_SECONDS", 0.01)
-    said, left = left_out(
-        Question("q", ("a", "a "), 0, where="b:1"), Question("q", ("a", "b"), 0, where="b:2")
-    )
-    assert (said, left) == (["t: 1 question left out, all choices are alike: b:1"], [1])
-    said, left = left_out(
-        Asked("q", ".*", "regex", where="c:1"),
-        Asked("q", "^a", "regex", where="c:2"),
-        Asked("q", "^(a|aa)+$", "regex", where="c:3"),
-    )
-    assert left == [1]
-    assert said == [
-        "t: 1 question left out, the pattern also matches an empty answer: c:1",
-        "t: 1 question left out, the pattern takes too long: c:3",
-    ]
-    with pytest.raises(TwellError, match="t: no question is left: correct its file"):
-        left_out(Question("q", ("a", "a"), 0))
-
-
 def test_calls_are_added_once():
     tests = "def check(f):\n    assert f() == 1\n\ncheck(g)\n"
     assert programs.with_calls(tests, "g") == tests
@@ -455,18 +391,13 @@ def dressed(draw: random.Random) -> tuple[str, bool]:
         parts.append(fence(stub, draw.choice(LABELS)))
     elif stub:
         code = stub + code if not code.startswith("from __future__") else code
-    parts.append(draw.choice([fence(code, draw.choice(LABELS)), in_a_list(code), code]))
+    parts.append(draw.choice([fence(code, draw.choice(LABELS)), as_item(code), code]))
     parts += draw.sample(["It adds both.", fence("3", "text"), fence("pip list", "bash")], 1)
     answer = "\n\n".join(parts)
     if draw.random() < 0.3:
         draft = draw.choice([ADD, WRONG])
         answer = f"<think>\nMaybe:\n{fence(draft)}\n</think>\n\n{answer}"
     return answer.replace("\n", draw.choice(["\n", "\n", "\r\n"])), is_right
-
-
-def in_a_list(code: str) -> str:
-    lines = "\n".join(f"   {line}" for line in fence(code, "python").split("\n"))
-    return f"1. The code:\n\n{lines}"
 
 
 def passes(source: str) -> bool:
@@ -484,58 +415,3 @@ def test_an_answer_is_judged_alike_in_every_dress():
         answer, is_right = dressed(draw)
         source = programs.program(SUM.prompt, SUM.entry_point, SUM.tests, answer)
         assert passes(source) == is_right, f"{answer}\n=====\n{source}"
-
-
-# ---- calls of tools
-
-
-def call(name: str, arguments: str = "{}") -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-def streamed(text: str) -> list[Piece]:
-    """What clients get of it, letter by letter."""
-
-    async def pieces():
-        for letter in text:
-            yield Piece(letter, 1)
-        yield Piece("", 0, finish_reason="stop")
-
-    async def read() -> list[Piece]:
-        return [piece async for piece in with_calls(pieces())]
-
-    return asyncio.run(read())
-
-
-DRAFT = f"<think>{call('rm')}</think>"
-
-
-@pytest.mark.parametrize(
-    ("text", "names", "said"),
-    [
-        (call("f"), ["f"], ""),
-        (f"So.\n{call('f')}\n{call('g')}", ["f", "g"], "So."),
-        (f"{call('f')[:-12]}{call('g')}", ["f", "g"], ""),  # the first one is not closed
-        (f"<tool_call> is a mark. {call('f')}", ["f"], "<tool_call> is a mark."),
-        (call("f", '{"a": "x </tool_call> y"}'), ["f"], ""),
-        (call("f", '{"a": "x\n= 1"}'), ["f"], ""),  # a line end in a text
-        (f"{DRAFT}{call('f')}", ["f"], DRAFT),
-        (f"<think>\n{call('rm')}", [], f"<think>\n{call('rm')}"),  # thinking that was cut
-        (f"<tool_call> it is.\n</think>\n{call('f')}", ["f"], "<tool_call> it is.\n</think>"),
-        ("<tool_call>[]", [], "<tool_call>[]"),
-        ("a <tool", [], "a <tool"),
-    ],
-)
-def test_calls_of_tools_follow_thinking(text, names, said):
-    found = streamed(text)
-    assert [one.name for one in found[-1].calls] == names
-    assert "".join(piece.text for piece in found).rstrip() == said.rstrip()
-    assert found[-1].finish_reason == ("tool_calls" if names else "stop")
-
-
-@pytest.mark.parametrize(("begin", "end"), list(zip(MARKS[::2], MARKS[1::2], strict=True)))
-def test_text_after_a_draft_in_thinking_is_not_held_back(begin, end):
-    text = f"{begin}{call('rm')}{end} So it is."
-    *before, last = streamed(text)
-    assert "".join(piece.text for piece in before) == text
-    assert (last.text, last.calls) == ("", ())

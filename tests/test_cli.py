@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from edits import jsonl
 
 from twellctl.cli.flags import whole_number
 from twellctl.screens import ui
@@ -232,3 +233,22 @@ def test_a_rank_alone_silences_no_command(success, silu_llama, tmp_path, monkeyp
 )
 def test_help_names_the_flags_that_more_files_are_for(cli, page, command, said):
     assert f"More files for {said} works." in page(cli, command, "-h", width=200)
+
+
+@pytest.mark.parametrize("command", ["convert", "profile", "eval", "bench model", "bench decode"])
+def test_several_files_after_data_as_a_shell_expands_them(
+    refusal, silu_llama, relu_llama, text_file, tmp_path, command
+):
+    made = (silu_llama, tmp_path / "out") if command == "convert" else (relu_llama,)
+    words = (*command.split(), *made, "-q")
+    words += ("--device=cpu",) if "bench" in command else ()
+    words += ("--seq-len=64", "--tokens=64") if command == "bench model" else ()
+    assert "no.txt does not exist" in refusal(*words, "--data", text_file, tmp_path / "no.txt")
+    assert f"{text_file}: which flag is it for?" in refusal(*words, text_file, code=2)
+
+
+def test_several_files_after_tasks(refusal, relu_llama, text_file, tmp_path):
+    tasks = jsonl(tmp_path / "tasks.jsonl", [{"prompt": "1 + 1 =", "answer": "2"}])
+    words = ("eval", relu_llama, "--tasks", tasks, tmp_path / "no.jsonl")
+    assert "no.jsonl cannot be read" in refusal(*words)
+    assert "which flag is it for?" in refusal(*words, "--data", text_file, code=2)

@@ -7,10 +7,9 @@ import signal
 import socket
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from edits import jsonl, weights_in
+from edits import weights_in
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -21,9 +20,8 @@ from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.firing.profiled import save_profile
 from twellctl.fitting import plan as plans
-from twellctl.fitting.folder import windows_of
 from twellctl.fitting.plan import Shape, plan
-from twellctl.fitting.settings import Fit, windows_held_out
+from twellctl.fitting.settings import Fit
 from twellctl.fitting.walk import Walk
 from twellctl.generate import generate
 from twellctl.models.checkpoint import open_checkpoint
@@ -244,34 +242,6 @@ def test_two_processes_fit_as_one_does(started, fitted, text_file, tmp_path):
     assert report["held_out"]["kl"] == pytest.approx(alone.fitted.held_out.kl, rel=0.05)
 
 
-@pytest.mark.parametrize("command", ["convert", "profile", "eval", "bench model", "bench decode"])
-def test_several_files_after_data_as_a_shell_expands_them(
-    refusal, silu_llama, relu_llama, text_file, tmp_path, command
-):
-    made = (silu_llama, tmp_path / "out") if command == "convert" else (relu_llama,)
-    words = (*command.split(), *made, "-q")
-    words += ("--device=cpu",) if "bench" in command else ()
-    words += ("--seq-len=64", "--tokens=64") if command == "bench model" else ()
-    assert "no.txt does not exist" in refusal(*words, "--data", text_file, tmp_path / "no.txt")
-    assert f"{text_file}: which flag is it for?" in refusal(*words, text_file, code=2)
-
-
-def test_several_files_after_tasks(refusal, relu_llama, text_file, tmp_path):
-    tasks = jsonl(tmp_path / "tasks.jsonl", [{"prompt": "1 + 1 =", "answer": "2"}])
-    words = ("eval", relu_llama, "--tasks", tasks, tmp_path / "no.jsonl")
-    assert "no.jsonl cannot be read" in refusal(*words)
-    assert "which flag is it for?" in refusal(*words, "--data", text_file, code=2)
-
-
-def test_little_text_is_fitted_on_before_it_is_held_out():
-    for tokens in (512, 40_000, 2_000_000):
-        fit = Fit(tokens=tokens)
-        held = windows_held_out(fit)
-        assert windows_held_out(fit, tokens // 512 + held + 1) == held <= 32
-    assert [windows_held_out(Fit(), count) for count in (2, 90, 9000)] == [1, 10, 32]
-    assert windows_held_out(Fit(eval_windows=7), 90) == 7
-
-
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_a_plan_counts_attention_with_the_layers(make_model, family):
     source = make_model(family)
@@ -281,19 +251,6 @@ def test_a_plan_counts_attention_with_the_layers(make_model, family):
     layer = sum(weight.numel() for weight in model.model.layers[0].parameters())
     assert shape.num_weights == layer
     assert shape.other_weights == sum(w.numel() for w in model.parameters()) - 2 * layer
-
-
-def test_what_is_held_out_shares_no_token_with_what_is_fitted_on(tmp_path):
-    """Neighbours may: the last window of a text overlaps the one before."""
-    np.arange(100 * 8, dtype=np.int32).tofile(tmp_path / "tokens.bin")
-    fit = Fit(seq_len=8, tokens=10_000, eval_windows=12)
-    fitted, held = (windows[:, 0] // 8 for windows in windows_of(tmp_path, fit))
-    assert len(held) == 12
-    assert len(fitted) == 100 - 12 - 2 * 8  # in eight runs
-    assert min(abs(int(a - b)) for a in fitted for b in held) == 2
-    np.arange(3 * 8, dtype=np.int32).tofile(tmp_path / "tokens.bin")
-    with pytest.raises(TwellError, match="3 windows of 8 tokens, and 1 are held out"):
-        windows_of(tmp_path, Fit(seq_len=8, eval_windows=1))
 
 
 def test_the_report_names_no_path(fitted, text_file):

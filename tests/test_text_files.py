@@ -1,11 +1,10 @@
-"""Text files: what of them is read, what is refused and how, windows of long texts."""
+"""Text files: what of them is read, what is refused and how."""
 
 import codecs
 import json
 import lzma
 import re
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -15,9 +14,8 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation.questions import read_tasks
 from twellctl.firing.grouping import grouped_windows
 from twellctl.text import blocks, files, reading
-from twellctl.text.blocks import spread_windows, token_stream, write_tokens
+from twellctl.text.blocks import token_stream, write_tokens
 from twellctl.text.reading import read_prompts, read_texts, text_files
-from twellctl.text.tokens import Detokenizer, StopStrings
 
 
 def rows(*texts) -> bytes:
@@ -326,173 +324,3 @@ def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(rows("so"))
     with pytest.raises(UsageError, match="an empty name was given for a t"):
         text_files([""])
-
-
-def test_windows_of_more_tokens_than_a_float_tells_apart():
-    last = 2**24 + 3
-    ids = np.zeros(last + 256, np.int32)
-    ids[-256:] = 1
-    windows = spread_windows([ids], 8, 256)
-    assert windows.shape == (8, 256)
-    assert windows[-1].float().mean() == 1
-
-
-END, EOT = 7, 0
-
-
-def numbered(*sizes):
-    """Texts of so many tokens, each after the end-of-text id, which end with END."""
-    texts = [[*range(100 * n + 10, 100 * n + 9 + size), END] for n, size in enumerate(sizes, 1)]
-    return [np.array([EOT, *text], np.int32) for text in texts]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "begin_with", "ends"),
-    [
-        ((8, 8), [110, 210], 2),
-        ((11,), [110, 113], 1),  # the second window overlaps the first
-        ((24,), [110, 118, 126], 1),
-        ((3, 3, 8), [110, 310], 3),  # two in a window, a separator between them
-        ((5, 8, 2), [110, 210], 3),  # the third fills the first window
-        ((5, 5, 8), [110, 210, 310], 3),  # what is left takes the beginning of the next
-        ((5, 5), [110], 1),  # the last window is not full
-        ((5,), [], 0),
-    ],
-)
-def test_windows_begin_where_texts_begin_and_lose_no_end(sizes, begin_with, ends):
-    windows = list(blocks.windows_from_starts(numbered(*sizes), 8, EOT))
-    assert [len(window) for window in windows] == [8] * len(begin_with)
-    assert [window[0] for window in windows] == begin_with
-    assert sum((window == END).sum() for window in windows) == ends
-
-
-def test_chats_longer_than_a_window_keep_the_ends_of_their_answers():
-    """60 of 673 tokens in windows of 512: all ends are there, and all tokens."""
-    random = np.random.default_rng(0)
-    texts = [np.array([EOT, *random.integers(10, 500, 672), END]) for _ in range(60)]
-    windows = list(blocks.windows_from_starts(texts, 512, EOT))
-    assert (np.concatenate(windows) == END).sum() == 60
-    assert len(windows) == 120
-
-
-def test_short_texts_are_whole_in_some_window():
-    random = np.random.default_rng(0)
-    texts = [
-        np.array([EOT, *random.integers(10, 500, size), END], np.int32)
-        for size in random.integers(20, 300, 400)
-    ]
-    windows = list(blocks.windows_from_starts(texts, 512, EOT))
-    whole = b"".join(window.tobytes() for window in windows)
-    lost = [len(text) for text in texts if text[1:].tobytes() not in whole]
-    assert sum(lost) < 512  # the last window is not full
-    assert len(windows) * 512 < 1.1 * sum(map(len, texts))  # little is read twice
-
-
-# ---- tokens to text, piece by piece: never half a character, never a stop string
-
-
-UNDECODED = "\N{REPLACEMENT CHARACTER}"
-TEXT = "import sys  # 日本語, ελληνικά, 🏳️‍🌈 and 👩🏽‍💻!\n\n\tdone  "
-
-
-def pieces(tokenizer, tokens, prompt=()):
-    detokenizer = Detokenizer(tokenizer, prompt)
-    return [detokenizer.add(token) for token in tokens], detokenizer.rest()
-
-
-@pytest.mark.parametrize("kind", ["tokenizer", "sentencepiece"])
-def test_pieces_join_to_the_text_and_hold_no_half_character(request, kind):
-    tokenizer = request.getfixturevalue(kind)
-    text = TEXT if kind == "tokenizer" else "a b 日本 🏳️‍🌈 a"
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    got, rest = pieces(tokenizer, tokens)
-    assert "".join(got) == text
-    assert rest == ""
-    assert UNDECODED not in "".join(got)
-    assert "" in got  # something was held back
-
-
-def test_text_goes_out_as_soon_as_it_is_certain(tokenizer):
-    snake = "🐍"
-    assert len(tokenizer.encode(snake)) == 4
-    got, _ = pieces(tokenizer, [*tokenizer.encode("a"), *tokenizer.encode(snake)])
-    assert got == ["a", "", "", "", snake]
-
-
-def test_bytes_that_are_no_text_come_out_once_that_is_certain(tokenizer):
-    broken = tokenizer.encode("é")[:1]
-    assert tokenizer.decode(broken) == UNDECODED
-    after = tokenizer.encode("x")
-    assert pieces(tokenizer, broken * 3 + after) == (["", "", "", UNDECODED * 3 + "x"], "")
-    assert pieces(tokenizer, after + broken) == (["x", ""], UNDECODED)
-    assert pieces(tokenizer, after + broken + after) == (["x", "", UNDECODED + "x"], "")
-
-
-def test_special_tokens_are_no_text(sentencepiece):
-    a, space_b = 257, 261
-    assert pieces(sentencepiece, [a, 300, space_b]) == (["a", "", " b"], "")
-
-
-def test_a_prompt_decides_about_the_first_space(sentencepiece):
-    space_a, space_b = 260, 261
-    assert pieces(sentencepiece, [space_b, space_a]) == (["b", " a"], "")
-    assert pieces(sentencepiece, [space_b, space_a], [space_a] * 20) == ([" b", " a"], "")
-
-
-def test_a_prompt_that_ends_within_a_character_is_gone_on_from(tokenizer):
-    tokens = tokenizer.encode("é")
-    assert len(tokens) == 2
-    assert pieces(tokenizer, tokens[1:], tokens[:1]) == (["é"], "")
-
-
-@pytest.mark.parametrize("prompt", ["aሰላም", "a🦄🦄🦄日", "a🦄🦄🦄b"])
-def test_a_prompt_of_bytes_is_gone_on_from(sentencepiece, prompt):
-    """Its last eight tokens may begin within a character."""
-    tokens = sentencepiece.encode(prompt + "日a", add_special_tokens=False)
-    got, rest = pieces(sentencepiece, tokens[-4:], tokens[:-4])
-    assert (got, rest) == (["", "", "日", "a"], "")
-
-
-@pytest.mark.parametrize(
-    ("stops", "text", "expected"),
-    [
-        ([], "abc", ("abc", False)),
-        (["b"], "abc", ("a", True)),
-        (["abc", "b"], "abc", ("a", True)),  # "b" is complete first
-        (["bc", "abc"], "abc", ("", True)),  # both at once: nothing of either is left
-        (["\n\n"], "a\nb\n\nc", ("a\nb", True)),
-        (["aab"], "aaaab", ("aa", True)),
-        (["cd"], "abc", ("abc", False)),
-        (["日本"], "a日日本", ("a日", True)),
-    ],
-)
-def test_stop_strings_cut_alike_wherever_the_pieces_break(stops, text, expected):
-    for breaks in range(2 ** (len(text) - 1)):
-        cut, stopped, piece = StopStrings(stops), False, ""
-        out = ""
-        for i, character in enumerate(text):
-            piece += character
-            if breaks >> i & 1 or i == len(text) - 1:
-                sent, stopped = cut.add(piece)
-                out, piece = out + sent, ""
-                if stopped:
-                    break
-        assert (out + ("" if stopped else cut.rest()), stopped) == expected
-
-
-def test_only_what_may_begin_a_stop_string_is_held_back():
-    cut = StopStrings(["\nUser:"])
-    assert cut.add("Hello\nU") == ("Hello", False)
-    assert cut.add("nit") == ("\nUnit", False)
-    assert cut.rest() == ""
-
-
-def test_bytes_that_never_become_text_are_not_held_without_end(tokenizer):
-    broken = tokenizer.encode("é")[1:]
-    detokenizer = Detokenizer(tokenizer)
-    longest, text = 0, ""
-    for token in broken * 1000:
-        text += detokenizer.add(token)
-        longest = max(longest, len(detokenizer._window))
-    assert longest < 200
-    assert text + detokenizer.rest() == UNDECODED * 1000
