@@ -4,6 +4,8 @@ It keeps the tokens themselves in pages, so that a page lost, shared or mixed up
 or left out gives other tokens than `expected`.
 """
 
+from operator import mul
+
 import torch
 from torch import Tensor
 
@@ -14,18 +16,27 @@ VOCAB = 211
 FIRED = torch.tensor([[1], [4]], dtype=torch.int32)
 
 
-def following(tokens: list[int]) -> int:
-    """The token after `tokens`."""
-    total = sum((token + 1) * (7 * i + 3) for i, token in enumerate(tokens))
-    return (total * 31 + len(tokens)) % VOCAB
+def checksum(tokens: list[int]) -> int:
+    """The sum of each token, and 1, times 3, 10, 17 and so on."""
+    factors = range(3, 7 * len(tokens) + 3, 7)
+    return sum(map(mul, tokens, factors)) + sum(factors)
 
 
-def expected(prompt: list[int], count: int) -> list[int]:
-    """`count` tokens after `prompt`."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(following(tokens))
-    return tokens[len(prompt) :]
+def following(total: int, length: int) -> int:
+    """The token after `length` tokens, whose checksum is `total`."""
+    return (total * 31 + length) % VOCAB
+
+
+def expected(prompt: list[int], count: int, wrong: int = 0) -> list[int]:
+    """`count` tokens after `prompt`; at each `wrong`-th place, if any, another one."""
+    tokens, total = [], checksum(prompt)
+    for place in range(len(prompt), len(prompt) + count):
+        token = following(total, place)
+        if wrong and place % wrong == 0:
+            token = (token + 1) % VOCAB
+        tokens.append(token)
+        total += (token + 1) * (3 + 7 * place)
+    return tokens
 
 
 class HistoryDecoder:
@@ -64,8 +75,7 @@ class HistoryDecoder:
             starts = positions.masked_fill(positions < 0, self.context).amin(1).tolist()
             spans = zip(starts, ends, strict=True)
             self.calls.append(("prefill", *(at for span in spans for at in span)))
-        for row, place in (positions >= 0).nonzero().tolist():
-            self._write(tables[row], int(positions[row, place]), int(tokens[row, place]))
+        self._write(tokens, positions, tables.long())
         logits = [
             self._logits(table, max(end - last + 1 + i, 0))
             for table, end in zip(tables, ends, strict=True)
@@ -75,8 +85,10 @@ class HistoryDecoder:
         made = torch.stack(logits).view(size) if logits else torch.empty(size)
         return made, FIRED[..., None].expand(2, B, last)
 
-    def _write(self, table: Tensor, position: int, token: int) -> None:
-        self.cache[table[position // PAGE], position % PAGE] = token
+    def _write(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> None:
+        rows, places = (positions >= 0).nonzero(as_tuple=True)
+        at = positions[rows, places].long()
+        self.cache[tables[rows, at // PAGE], at % PAGE] = tokens[rows, places].long()
 
     def history(self, table: Tensor, length: int) -> list[int]:
         """The first `length` tokens of a sequence."""
@@ -84,7 +96,8 @@ class HistoryDecoder:
 
     def _logits(self, table: Tensor, length: int) -> Tensor:
         logits = torch.zeros(VOCAB)
-        logits[following(self.history(table, length))] = 1
+        history = self.history(table, length)
+        logits[following(checksum(history), len(history))] = 1
         return logits
 
 
@@ -104,6 +117,4 @@ class HistoryDrafter:
 
     def _after(self, token: int, position: int, table: Tensor) -> list[int]:
         history = [*self.decoder.history(table, position), token]
-        for _ in range(self.num_drafts):
-            history.append((following(history) + (len(history) % self.wrong == 0)) % VOCAB)
-        return history[-self.num_drafts :]
+        return expected(history, self.num_drafts, self.wrong)

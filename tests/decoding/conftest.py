@@ -1,10 +1,12 @@
-"""Tiny random models in memory, and what transformers' generate says of them."""
+"""Tiny random models in memory, what transformers' generate says of them; when rounds are read."""
 
 import pytest
 import torch
 from conftest import TINY
 from greedy import greedy
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from twellctl.decoding.batch import Batch
 
 FAMILIES = {
     "llama": {},
@@ -43,3 +45,15 @@ def prompts() -> list[list[int]]:
     18 tokens more bring the first past the windows of all families."""
     torch.manual_seed(1)
     return [torch.randint(1, 512, (length,)).tolist() for length in (25, 70, 125, 1, 64)]
+
+
+@pytest.fixture(params=[False, True], ids=["at once", "a round late"])
+def reads_late(request, monkeypatch) -> None:
+    """Rounds are read before or after the next one is launched, as on a CPU and on a GPU."""
+    made = Batch.__init__
+
+    def make(self, *arguments, **how):
+        made(self, *arguments, **how)
+        self.reads_late = request.param
+
+    monkeypatch.setattr(Batch, "__init__", make)

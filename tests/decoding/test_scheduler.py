@@ -7,59 +7,20 @@ from itertools import pairwise
 import pytest
 import torch
 from history_decoder import HistoryDecoder, expected
+from scheduled import all_of, assert_nothing_is_held, tokens_of
 
-from twellctl.decoding.batch import Batch
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.rounds import NO_TOKEN
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
 
+pytestmark = pytest.mark.usefixtures("reads_late")
 GREEDY = Sampling(40, 0)
-
-
-@pytest.fixture(params=[False, True], ids=["at once", "a step late"], autouse=True)
-def reads_late(request, monkeypatch) -> bool:
-    """Steps are read before or after the next one is launched, as on a CPU and on a GPU."""
-    made = Batch.__init__
-
-    def make(self, *arguments, **how):
-        made(self, *arguments, **how)
-        self.reads_late = request.param
-
-    monkeypatch.setattr(Batch, "__init__", make)
-    return request.param
 
 
 def scheduler_of(decoder=None, num_pages=40, max_running=4, eos=frozenset()) -> Scheduler:
     return Scheduler(decoder or HistoryDecoder(num_pages), num_pages, max_running, eos)
-
-
-def all_of(scheduler: Scheduler, sequences: list[Sequence]) -> dict[Sequence, list]:
-    """Run to the end; the events of each sequence."""
-    found = {sequence: [] for sequence in sequences}
-    for sequence in sequences:
-        scheduler.add(sequence)
-    for _ in range(10_000):
-        if not scheduler.busy:
-            return found
-        for sequence, event in scheduler.advance():
-            found[sequence].append(event)
-    pytest.fail("it does not come to an end")
-
-
-def tokens_of(events: list) -> list[int]:
-    """The tokens of a sequence that came to its end."""
-    *tokens, end = events
-    assert end is None
-    assert all(isinstance(token, Token) for token in tokens)
-    return [token.id for token in tokens]
-
-
-def assert_nothing_is_held(scheduler: Scheduler) -> None:
-    assert scheduler.pool.free == scheduler.pool.capacity
-    assert not scheduler.busy
-    assert scheduler.num_running == 0
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 99, 100, 101, 333])
