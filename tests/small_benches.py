@@ -41,12 +41,5 @@ def decode_form(name: str, seconds: float, **more) -> DecodeForm:
     return DecodeForm(name=name, step_seconds=(seconds, seconds, 1.0), **facts)
 
 
-def drawn(*shape: int, seed: int) -> torch.Tensor:
-    """bf16 rows and columns of different sizes."""
-    made = torch.Generator().manual_seed(seed)
-    sizes = 4 ** torch.randn(shape[0], 1, generator=made)
-    return (torch.randn(shape, generator=made) * sizes).bfloat16()
-
-
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())

@@ -9,7 +9,6 @@
 extern "C" {
 float exp2f(float) noexcept;
 float fabsf(float) noexcept;
-float fmaf(float, float, float) noexcept;
 float fmaxf(float, float) noexcept;
 float nearbyintf(float) noexcept;
 float sqrtf(float) noexcept;
@@ -69,9 +68,8 @@ void give_way();
 // What each of the 32 lanes brings, to all. Orders no memory.
 void of_all_lanes(uint64_t own, uint64_t* all);
 uint64_t of_lane(uint64_t own, int other);
-void meet_in_warp();                       // and orders memory
+void meet_in_warp();                     // and orders memory
 void meet_in_block(int which, int num);  // of `num` threads, too
-bool any_in_block(bool own);             // all threads meet
 
 // `to` and `from`: any address, or one in shared memory.
 enum Kind { kWeak, kStrong, kConstant };  // strong: as other blocks have it at this moment
@@ -139,9 +137,6 @@ template <class T>
 inline T __reduce_max_sync(unsigned, T value) {
     return emulator::over_lanes(value, [](T a, T b) { return max(a, b); });
 }
-inline int __reduce_add_sync(unsigned, int value) {
-    return emulator::over_lanes(value, [](int a, int b) { return a + b; });
-}
 template <class T>
 inline T __reduce_min_sync(unsigned, T value) {
     return emulator::over_lanes(value, [](T a, T b) { return min(a, b); });
@@ -151,7 +146,6 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
 }
 inline void __syncwarp() { emulator::meet_in_warp(); }
 inline void __syncthreads() { emulator::meet_in_block(0, blockDim.x); }
-inline int __syncthreads_or(int value) { return emulator::any_in_block(value); }
 [[noreturn]] inline void __trap() { emulator::fail("trap"); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline unsigned __vmaxu2(unsigned a, unsigned b) {

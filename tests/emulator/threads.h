@@ -32,7 +32,6 @@ inline void join(Clock& into, const Clock& other) {
 struct Meeting {
     int arrived = 0, num = 0;
     unsigned turn = 0;
-    bool any[2] = {};  // by turns: what some thread brought
     Clock joined, over;
 };
 
@@ -218,7 +217,6 @@ void meet(Meeting& meeting, int num) {
     ++thread->now();
     if (++meeting.arrived == num) {
         meeting.arrived = 0, ++meeting.turn, ++progress;
-        meeting.any[meeting.turn % 2] = false;
         meeting.over = meeting.joined;
     } else {
         wait_while(meeting.turn, turn);
@@ -228,12 +226,5 @@ void meet(Meeting& meeting, int num) {
 
 void meet_in_warp() { meet(thread->block->warps[thread->index.x / 32].meeting, 32); }
 void meet_in_block(int which, int num) { meet(thread->block->meetings[which], num); }
-bool any_in_block(bool own) {
-    Meeting& meeting = thread->block->meetings[0];
-    bool& any = meeting.any[meeting.turn % 2];
-    any |= own;
-    meet(meeting, threads_of_block.x);
-    return any;
-}
 
 }  // namespace emulator

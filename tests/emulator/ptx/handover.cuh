@@ -17,16 +17,9 @@ inline void load_relaxed_longs(const void* from, unsigned long long& low,
     const auto v = emulator::load<uint4>(from, emulator::kStrong);
     low = v.x | uint64_t{v.y} << 32, high = v.z | uint64_t{v.w} << 32;
 }
-inline unsigned load_acquire(const unsigned* from) {
-    return emulator::load<unsigned>(from, emulator::kStrong);
-}
 inline unsigned take_ticket(unsigned* tickets, unsigned count) {
     fence_gpu();
     const auto ticket = emulator::load<unsigned>(tickets, emulator::kStrong);
     store_relaxed_word(tickets, ticket >= count - 1 ? 0 : ticket + 1);
     return ticket;
-}
-inline void add_release(unsigned* to) {
-    fence_gpu();
-    atomicAdd(reinterpret_cast<int*>(to), 1);
 }
