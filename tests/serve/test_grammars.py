@@ -81,6 +81,8 @@ def test_a_hostile_schema_holds_up_nobody(client, schema):
         time.sleep(0.1)
     if isinstance(found[0], openai.APIError):
         assert (found[0].status_code, found[0].code) == (400, "json_schema")
+    else:
+        assert found[0].choices
 
 
 def test_the_limit_of_time_is_named_and_others_go_on(client):
