@@ -49,7 +49,7 @@ def test_command_line_refusals(cli, silu_llama, relu_llama, text_file, tmp_path)
     for arguments, code, said in [
         ((silu_llama, out, "--data", text_file), 1, "twellctl convert"),
         ((relu_llama, out), 2, "--data"),
-        ((relu_llama, out, "--resume"), 1, "out.run does not exist: there is no run to resume"),
+        ((relu_llama, out, "--resume"), 1, "out.run holds no run to resume: leave --resume out"),
         ((relu_llama, out, "--data", text_file, "--l1", "-1"), 2, "l1 must be >= 0"),
         (
             (relu_llama, out, "--data", text_file, "--recipe", tmp_path / "bad.yaml"),

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from edits import weights_in
 from finetune_runs import SMALL, InterruptAt, assert_same_weights, small, weights
 from transformers import TrainerCallback
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
-from twellctl.models.checkpoint import REPORT_FILE
 from twellctl.screens.run import RunScreen
 from twellctl.training import runs
 from twellctl.training.progress import Progress
@@ -58,17 +58,23 @@ def test_resume_may_hold_fewer_blocks_at_once(relu_llama, text_file, tmp_path, u
 
 
 def test_resume_refuses_another_recipe_and_model(relu_llama, text_file, tmp_path):
-    stranger = tmp_path / "stranger"
+    stranger, text = tmp_path / "stranger", tmp_path / "text.jsonl"
     shutil.copytree(relu_llama, stranger)
+    with weights_in(stranger) as tensors:
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 3] += 0.1
+    text.write_text(text_file.read_text().replace("import", "export", 1))
     with pytest.raises(Interrupted):
         finetune(relu_llama, tmp_path / "out", small(text_file), progress=InterruptAt(2))
-    with pytest.raises(UsageError, match="these are others: l1; leave them out"):
-        finetune(relu_llama, tmp_path / "out", small(text_file, l1=0.5), resume=True)
-    with pytest.raises(UsageError, match="resume it with that model"):
-        finetune(stranger, tmp_path / "out", small(text_file), resume=True)
-    (stranger / REPORT_FILE).write_text("{}")  # a result: of whom would it learn?
-    with pytest.raises(UsageError, match="resume it with that model"):
-        finetune(stranger, tmp_path / "out", small(text_file), resume=True)
+    for model, recipe, said in (
+        (relu_llama, small(text_file, l1=0.5), "l1"),
+        (stranger, small(text_file), "model, teacher"),
+        (relu_llama, small(text), "data"),
+        (relu_llama, small(text_file, teacher=str(stranger)), "teacher"),
+    ):
+        with pytest.raises(
+            UsageError, match=rf"other settings or inputs \({said}\): give the same"
+        ):
+            finetune(model, tmp_path / "out", recipe, resume=True)
     with pytest.raises(TwellError, match="no run to resume"):
         finetune(relu_llama, tmp_path / "other", small(text_file), resume=True)
 

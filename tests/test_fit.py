@@ -207,14 +207,10 @@ def test_two_runs_and_one_that_was_killed_give_the_same_bits(
     assert said[-1] == "fitting the first layer of 2, by a guess 5 min 00 s left"
     assert (tmp_path / "out.run" / "layer-000.safetensors").is_file()
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UsageError, match="other settings"):
+    with pytest.raises(
+        UsageError, match=r"out\.run was made with other settings .*\(steps\): give"
+    ):
         convert(source, tmp_path / "out", **how | {"steps": 6})
-    settings = tmp_path / "out.run/fit.json"
-    now = settings.read_text()
-    settings.write_text(json.dumps({k: v for k, v in json.loads(now).items() if k != "format"}))
-    with pytest.raises(UsageError, match="or of another version"):
-        convert(source, tmp_path / "out", **how)
-    settings.write_text(now)
     doing = []
     done = convert(source, tmp_path / "out", doing=doing.append, **how)
     screen.converted(done, "silu")

@@ -3,14 +3,17 @@
 That a killed one goes on is in test_killed.py.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
-from edits import json_in
+from edits import weights_in
 from typer.main import get_command
 
 from twellctl.cli.app import app
 from twellctl.cli.pipeline import _flags, _words
+from twellctl.evaluation.results import Evaluation
+from twellctl.models.verdict import Verdict
 
 pytestmark = pytest.mark.usefixtures("no_answers")
 
@@ -36,7 +39,7 @@ def pipe(cli, silu_llama, text_file, tmp_path):
     return run
 
 
-def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path):
+def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path, monkeypatch):
     out = tmp_path / "out"
     code, _, err = pipe(STEPS, "--keep-going")
     assert code == 0
@@ -49,9 +52,10 @@ def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path)
     assert [line.split(":")[0] for line in err] == ["convert", "eval", "profile", "export"]
     assert made == {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
 
-    with json_in(out / "eval.json") as found:
-        found["verdict"] = {"step": 3, "kept": 0.7, "words": "many are lost", "because": "so"}
-    (out / "profile.json").unlink()
+    monkeypatch.setattr(Evaluation, "verdict", Verdict(3, 0.7, "many are lost", "so"))
+    for name in ("eval.json", "profile.json"):
+        (out / name).unlink()
+    shutil.rmtree(out / "exported")
     code, _, err = pipe()
     assert (code, err[-1]) == (
         1,
@@ -60,8 +64,8 @@ def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path)
     )
     assert not (out / "profile.json").exists()
 
-    with json_in(out / "eval.json") as found:
-        found["verdict"] |= {"step": None, "kept": None, "words": "no verdict"}
+    monkeypatch.setattr(Evaluation, "verdict", Verdict(None, None, "no verdict", "so"))
+    (out / "eval.json").unlink()
     code, _, err = pipe()
     assert code == 0
     assert "eval: no verdict (so): whether the model is good enough is not known" in err
@@ -91,17 +95,36 @@ def test_values_of_steps_mean_what_they_say():
 def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
     assert pipe(STEPS.split("profile")[0], "--keep-going")[0] == 0
     code, _, err = pipe(STEPS.replace("windows: 1", "windows: 2"))
-    said = "eval.json was made with other settings: remove it, or name another out"
-    assert (code, err) == (1, [f"error: {tmp_path}/out/{said}"])
+    said = "was made with other settings or inputs (eval): remove it, or name another out"
+    assert (code, err) == (2, [f"error: {tmp_path}/out/eval.json {said}"])
     (tmp_path / "out/eval.json").unlink()
     assert pipe(STEPS.replace("windows: 1", "windows: 2"), "--keep-going")[0] == 0
     for step in ("revision: main", "text-column: text"):  # of a step before it
-        assert pipe(STEPS.replace("convert: {{}}", f"convert: {{{{{step}}}}}"))[0] == 1
+        assert pipe(STEPS.replace("convert: {{}}", f"convert: {{{{{step}}}}}"))[0] == 2
     (tmp_path / "out/run.json").write_text("{")
     assert pipe()[2][-1].endswith(": remove it")
     (tmp_path / "out/run.json").unlink()
     lost = f"{tmp_path}/out/run.json does not say with which settings {tmp_path}/out/relu was made"
     assert pipe()[2] == [f"error: {lost}: move it elsewhere, or name another out"]
+
+
+def test_other_files_are_no_reason_to_skip(pipe, text_file, tmp_path):
+    out, text = tmp_path / "out", tmp_path / "text.jsonl"
+    shutil.copy(text_file, text)
+    steps = STEPS.split("profile")[0].replace("{text}", str(text))
+    assert pipe(steps, "--keep-going")[0] == 0
+    with weights_in(out / "relu") as tensors:
+        tensors["model.norm.weight"][0] += 1
+    said = f"error: {out}/relu is not what convert made, or damaged: remove it, or name another out"
+    assert pipe(steps)[2] == [said]
+    shutil.rmtree(out / "relu")
+    assert pipe(steps, "--keep-going")[2][-1] == f"eval: {out}/eval.json is there"
+    text.write_text(text_file.read_text().replace("import", "export", 1))
+    said = "was made with other settings or inputs (data): remove it, or name another out"
+    assert pipe(steps)[2][-1] == f"error: {out}/eval.json {said}"
+    shutil.copy(text_file, text)
+    (out / "eval.json").write_text('{"verdict": {}}')
+    assert pipe(steps)[2][-1].startswith(f"error: {out}/eval.json is not what eval made, or dam")
 
 
 @pytest.mark.parametrize(

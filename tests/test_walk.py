@@ -6,6 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from twellctl.errors import TwellError
+from twellctl.files.made_of import Record
 from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layerwise import Layerwise
 from twellctl.fitting.least_squares import Products, solved
@@ -89,7 +90,9 @@ def walk(make_model, text, tmp_path):
 
     def begin(method, family="llama", folder="run", **changes):
         source = make_model(family, **changes)
-        (tmp_path / folder).mkdir(exist_ok=True)
+        if not (tmp_path / folder).exists():
+            (tmp_path / folder).mkdir()
+            Record.begin(tmp_path / folder, {})
         model = AutoModelForCausalLM.from_pretrained(source).eval().requires_grad_(False)
         layerwise = Layerwise(model, 32, torch.device("cpu"))
         return Walk(

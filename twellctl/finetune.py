@@ -136,7 +136,7 @@ def finetune(
         claiming = claimed(out, overwrite=overwrite, inputs=inputs, run=run_folder(out))
         claim = processes.in_the_first(world, lambda: held.enter_context(claiming))
         checkpoint = processes.in_all(lambda: open_checkpoint(model))
-        run = _begin(checkpoint, out, recipe, progress, resume)
+        run = _begin(checkpoint, out, recipe, progress)
         blocks = _read_blocks(run, world, **how)
         result = _finetune(run, claim, world, blocks)
         if world.is_main_process:
@@ -156,19 +156,14 @@ class _Run:
     progress: Progress
 
 
-def _begin(
-    checkpoint: Checkpoint, out: Path, recipe: Recipe, progress: Progress, resume: bool
-) -> _Run:
-    """`TwellError` for a model, recipe or run folder that a run cannot begin with."""
-    folder = run_folder(out)
+def _begin(checkpoint: Checkpoint, out: Path, recipe: Recipe, progress: Progress) -> _Run:
+    """`TwellError` for a model or recipe that a run cannot begin with."""
     checkpoint.require_unquantised()
     checkpoint.require_relu()
     recipe = processes.in_all(lambda: for_model(recipe, checkpoint))
-    if resume:
-        processes.in_all(lambda: runs.check_began_with(folder, checkpoint.origin))
     teacher = choose_teacher(checkpoint, recipe)
     _beware(checkpoint, teacher, progress)
-    return _Run(checkpoint, teacher, recipe, out, folder, progress)
+    return _Run(checkpoint, teacher, recipe, out, run_folder(out), progress)
 
 
 def _read_blocks(run: _Run, world: PartialState, *, resume: bool, overwrite: bool) -> DataBlocks:
@@ -178,9 +173,13 @@ def _read_blocks(run: _Run, world: PartialState, *, resume: bool, overwrite: boo
     runs.check_alike(run.checkpoint, run.recipe)
     run.progress.doing("reading and tokenising the text")
     how = {"resume": resume, "overwrite": overwrite}
-    processes.in_the_first(
-        world, lambda: runs.prepare_run(run.folder, run.recipe, run.checkpoint, tokenizer, **how)
-    )
+
+    def prepare() -> None:
+        teacher = run.teacher.checkpoint if run.teacher else None
+        made_of = runs.made_of(run.checkpoint, teacher, run.recipe)
+        runs.prepare_run(run.folder, run.recipe, made_of, run.checkpoint, tokenizer, **how)
+
+    processes.in_the_first(world, prepare)
     blocks = processes.in_all(lambda: runs.run_blocks(run.folder, run.recipe))
     world.wait_for_everyone()  # from here on a process that fails may remove the folder
     return blocks

@@ -5,6 +5,7 @@ answers. So the model itself answers prompts, many at a time.
 """
 
 import contextlib
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -15,15 +16,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from twellctl.errors import TwellError, UsageError, counted
 from twellctl.files.home import from_home
-from twellctl.files.outputs import check_file, open_anew
+from twellctl.files.made_of import digest_of
+from twellctl.files.outputs import check_file, open_again
 from twellctl.files.workspace import workspace_beside
+from twellctl.models.carried import model_files
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.defaults import context_of
 from twellctl.report.notebook import Shown
-from twellctl.settings import chosen, setting
+from twellctl.settings import chosen, flag_name, setting
 from twellctl.text.reading import read_prompts
 from twellctl.text.tokens import UNDECODED, Messages, check_ids, encode_written, opened_chat
-from twellctl.text.written import WrittenFile, is_written_file, written_row
+from twellctl.text.written import (
+    Begun,
+    WrittenFile,
+    begun_rows,
+    finish,
+    is_unfinished,
+    is_written_file,
+    written_row,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,24 +117,33 @@ def write(
     Answers are cut at `max_tokens`; None means `MAX_TOKENS`, or what the model's context leaves. At
     most `batch_size` answers are written at once, or fewer if memory is short. Answers that were
     begun are completed. Lines go to `out` as they are written, and can be used however the run
-    ends. `overwrite` replaces a file of this command, at the first new line. Raises `TwellError`.
+    ends; the same call again continues. At the end they are put in the order of the prompts' draw.
+    `overwrite` replaces a file of this command, at the first new line. Raises `TwellError`.
     """
     out, how = from_home(out), chosen(Writing, settings)
     _check_out(out, overwrite)
     was_there = out.exists()
     checkpoint = _opened(model, revision)
     asked = read_prompts(prompts)
-    with workspace_beside(out.resolve()):  # two that write at once would lose each other's lines
+    made_of = _made_of(checkpoint, prompts, how, chat_template_kwargs)
+    # two that write at once would lose each other's lines
+    with workspace_beside(out.resolve()) as workspace:
         from twellctl.models.loading import load_tokenizer
 
         tokenizer = load_tokenizer(checkpoint, given=chat_template_kwargs)
+        begun = begun_rows(out, made_of) if out.exists() and not overwrite else Begun()
+        if begun.numbers:
+            note(f"{out}: going on after {counted(len(begun.numbers), 'text')}")
         answers = _Answers(tokenizer, asked, checkpoint.config.get("vocab_size"), how)
+        answers.written |= begun.numbers
         doing(f"loading {checkpoint.name}")
         with contextlib.closing(_loaded(checkpoint, answers, how.batch_size)) as bulk:
             if answers.num_long:
                 note(f"{answers.num_long} prompts are left out: they fill the model's context")
             doing("writing" if bulk.why_slow is None else f"writing slowly ({bulk.why_slow})")
-            done = _write_lines(out, was_there, _Texts(bulk, answers, how.tokens), progress, note)
+            texts = _Texts(bulk, answers, how.tokens, begun)
+            done = _write_lines(out, was_there, texts, made_of, progress, note)
+        _finish(out, workspace)
     if how.temperature == 0 and done.tokens < (how.tokens or 0):
         note("each prompt was answered once: a second greedy answer would be the same")
     return replace(done, is_relu=checkpoint.activation == "relu")
@@ -133,8 +153,18 @@ def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix != ".jsonl":
         raise UsageError(f"{out} is not a .jsonl file: finetune recognises text by its suffix")
     check_file(out, "the jsonl file", "text that write has written", is_written_file)
-    if out.exists() and not overwrite:
+    if out.exists() and not overwrite and not is_unfinished(out):
         raise TwellError(f"{out} exists: choose another name, or replace it with --overwrite")
+
+
+def _made_of(
+    checkpoint: Checkpoint, prompts: str | Path, how: Writing, template: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What the answers depend on; how many are written at once is not of it."""
+    settings = {flag_name(k): v for k, v in dataclasses.asdict(how).items() if k != "batch_size"}
+    read = {"model": model_files(checkpoint), "prompts": [from_home(prompts)]}
+    digests = {part: digest_of(paths) for part, paths in read.items()}
+    return digests | settings | {"chat-template-kwargs": template}
 
 
 def _opened(model: str | Path, revision: str | None) -> Checkpoint:
@@ -188,6 +218,7 @@ class _Answers:
         self.special = frozenset(number for number, token in added if token.special)  # no text
         self.num_texts: int | None = None
         self.num_long = self.longest = 0
+        self.written: set[int] = set()  # the numbers of texts that are not begun again
         self._num_begun, self._max_tokens = 0, how.max_tokens or MAX_TOKENS
         self._left: list[_Prompt] = []  # of this pass
         self._prompts = [self._begins(*prompt) for prompt in enumerate(prompts, 1)]
@@ -227,17 +258,25 @@ class _Answers:
         from twellctl.decoding.engine import Sampling
         from twellctl.decoding.sequence import Sequence
 
+        prompt = self._next()
+        while prompt is not None and prompt.number in self.written:
+            prompt = self._next()
+        if prompt is None:
+            return None
+        most = min(self._max_tokens, self.longest - len(prompt.tokens))
+        seed = (self._how.seed << 32) + prompt.number
+        how = Sampling(most, self._how.temperature, seed=seed)
+        return Sequence(prompt.tokens, how, prompt)
+
+    def _next(self) -> "_Prompt | None":
+        """The next prompt, with the number of its text; None: there are no more."""
         if not self._left:
             if self._num_begun and not self._again:
                 return None
             draw = random.Random((self._how.seed << 32) + self._num_begun)
             self._left = draw.sample(self._prompts, len(self._prompts))
-        prompt = self._left.pop()
         self._num_begun += 1
-        most = min(self._max_tokens, self.longest - len(prompt.tokens))
-        seed = (self._how.seed << 32) + self._num_begun
-        how = Sampling(most, self._how.temperature, seed=seed)
-        return Sequence(prompt.tokens, how, prompt)
+        return self._left.pop()._replace(number=self._num_begun)
 
     def row(self, sequence: "Sequence", ends: frozenset[int]) -> dict[str, Any] | None:
         """The line of a text that has ended; None if it says nothing."""
@@ -273,24 +312,31 @@ class _Answers:
 
 
 class _Prompt(NamedTuple):
-    """Messages, and what the chat template makes of them, as text and as tokens."""
+    """Messages, and what the chat template makes of them, as text and as tokens.
+
+    `number` is that of the text that answers it, from 1.
+    """
 
     messages: Messages
     text: str
     tokens: list[int]
+    number: int = 0
 
 
 class _Texts:
-    """Rows, each as soon as its text ends. Texts are begun until there are `tokens`; None: all."""
+    """Rows, each as soon as its text ends. Texts are begun until there are `tokens`; None: all.
 
-    def __init__(self, bulk: "Bulk", answers: _Answers, tokens: int | None):
-        self.ended = 0  # texts, also those that say nothing
-        self.cut = self.tokens = 0  # of those in lines
+    Those of an earlier call, which has `begun` them, count.
+    """
+
+    def __init__(self, bulk: "Bulk", answers: _Answers, tokens: int | None, begun: Begun):
+        self.begun, self.ended = begun, len(begun.numbers)  # texts, also those that say nothing
+        self.cut, self.tokens = begun.cut, begun.tokens  # of those in lines
         self._bulk, self._answers, self._wanted = bulk, answers, tokens
         self._under_way = self._num_empty = 0
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Raises `TwellError`."""
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+        """(a row, what it is known by while others are missing). Raises `TwellError`."""
         ends = self._bulk.ends
         for sequence in self._bulk.run(self._following):
             self._under_way -= 1
@@ -300,7 +346,7 @@ class _Texts:
                 self._num_empty = 0
                 self.tokens += len(sequence.tokens)
                 self.cut += sequence.tokens[-1] not in ends
-                yield row
+                yield row, {"number": sequence.client.number, "tokens": len(sequence.tokens)}
                 continue
             self._num_empty += 1
             if self._num_empty > _PATIENCE:
@@ -331,22 +377,35 @@ class _Texts:
         return sequence
 
 
+def _finish(out: Path, workspace: Path) -> None:
+    try:
+        finish(out.resolve(), workspace / "new")
+    except OSError as error:
+        raise TwellError(
+            f"{out} could not be put in order: {error.strerror or error}; it holds all "
+            "texts, and the command without --overwrite does the rest"
+        ) from error
+
+
 def _write_lines(
     out: Path,
     was_there: bool,
     texts: _Texts,
+    made_of: dict[str, Any],
     progress: Callable[[Going], None],
     note: Callable[[str], None],
 ) -> Written:
-    began, num_texts, shown = time.monotonic(), 0, 0.0
+    began, shown = time.monotonic(), 0.0
+    num_texts, size = len(texts.begun.numbers), texts.begun.size
     rows = iter(texts)
     first = next(rows, None)  # before anything in OUT is lost
-    if first is None:
+    if first is None and not num_texts:
         raise TwellError("the model answers none of the prompts: it ends before the first word")
     try:
-        with WrittenFile(open_anew(out, was_there, is_written_file)) as file:
-            for row in chain([first], rows):
-                file.add(row)
+        descriptor = open_again(out, was_there, is_written_file, size)
+        with WrittenFile(descriptor, size) as file:
+            for row, known_by in chain([first] if first else [], rows):
+                file.add(row, known_by | {"made_of": made_of})
                 num_texts += 1
                 seconds = time.monotonic() - began
                 if seconds >= shown:
@@ -357,7 +416,8 @@ def _write_lines(
             f"{out} could not be written: {error.strerror or error}; it holds {num_texts} texts"
         ) from error
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
-        note(f"{out} holds {counted(num_texts, 'text')}, {counted(texts.tokens, 'token')}")
+        there = f"{counted(num_texts, 'text')}, {counted(texts.tokens, 'token')}"
+        note(f"{out} holds {there}: repeat the command, without --overwrite, to continue")
         raise
     seconds = time.monotonic() - began
     drawn = texts.going(seconds).drawn

@@ -1,5 +1,6 @@
 """The commands that make a model sparse. Nothing heavy is imported before one runs."""
 
+import contextlib
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ import typer
 
 from twellctl.cli.command import Model, Out, Overwrite, Revision, be_quiet_unless_first
 from twellctl.cli.use import TemplateArguments
+from twellctl.errors import TwellError
 from twellctl.fitting.settings import Fit
 from twellctl.models.schemes import SCHEMES
 from twellctl.screens import make as screen
@@ -102,12 +104,14 @@ def convert(
 
 def _note_kept_layers(out: Path) -> None:
     """After an interruption of `convert`: that repeating it continues, if layers were fitted."""
+    from twellctl.files.made_of import Record
     from twellctl.fitting.source import num_kept
     from twellctl.training.recipe import run_folder
 
-    kept = run_folder(out)
-    if num_kept(kept):
-        ui.note(f"{kept} keeps the layers that were fitted: repeat the command to continue")
+    run = run_folder(out)
+    with contextlib.suppress(TwellError):
+        if num_kept(Record.read(run)):
+            ui.note(f"{run} keeps the layers that were fitted: repeat the command to continue")
 
 
 def write(
@@ -123,7 +127,8 @@ def write(
     """Let a model answer prompts, as text for convert and finetune.
 
     A sparse model that is fitted on the original's own answers keeps more of what it can do. MODEL
-    can also be the sparse model. After Ctrl-C, the answers in OUT can be used.
+    can also be the sparse model. After an interruption, the answers in OUT can be used. To
+    continue, repeat the command.
     """
     ui.doing("loading PyTorch and transformers")
     from twellctl.write import write as run

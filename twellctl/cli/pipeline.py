@@ -10,10 +10,12 @@
 Keys of a step are the flags of its command. true and false are for switches, a list is for flags
 that may be repeated, and a mapping for those that take JSON.
 
-What a step makes in OUT is whole or not there, and `run.json` there says with which settings it was
-begun: so what is there is not made again.
+What a step makes in OUT is whole or not there, but for answers, whose command continues. `run.json`
+there says with which settings and of which files it was made, and what came of it: so what is there
+is not made again, and nothing else passes for it.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -24,11 +26,17 @@ import typer
 
 from twellctl.errors import TwellError, UsageError, encodable, shown
 from twellctl.files.home import from_home
+from twellctl.files.made_of import RECORD, as_json, digest_of, refuse_other
 from twellctl.files.outputs import write_file
 from twellctl.files.strict_json import read_json
+from twellctl.models.carried import model_files
+from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.verdict import Verdict
 from twellctl.screens import ui
-from twellctl.training.recipe import run_folder
+from twellctl.text.files import text_files
+from twellctl.text.written import is_unfinished
+from twellctl.training.recipe import RECIPE_FILE, resolve_recipe, run_folder
+from twellctl.training.recipe import settings as settings_of
 
 _MADE = {
     "write": "answers.jsonl",
@@ -40,8 +48,9 @@ _MADE = {
 }
 _NOT_HERE = ("help", "help-all", "dry-run", "json", "resume")  # the last two are run's own
 _CHANGING = ("write", "convert", "finetune")  # later steps read what these made
-RECORD = "run.json"
-_WRITTEN = "answers are whole"  # a key of the record: the file of answers grows line by line
+_MODELS = ("teacher", "reference")  # flags that name what a step reads
+_FILES = ("data", "eval-data", "prompts", "tasks", "recipe", "profile", "eval", "bench")
+_REMEDY = "remove it, or name another out"
 
 Settings = dict[str, Any]
 
@@ -92,7 +101,7 @@ class _Pipeline:
         self._root, self._commands = root, root.command.commands
         self._model, self._out, self._steps = model, out, steps
         path = out / RECORD
-        self._begun: Settings = read_json(path, "remove it") if path.exists() else {}
+        self._begun: dict[str, Any] = read_json(path, "remove it") if path.exists() else {}
 
     def take(self, keep_going: bool) -> None:
         """Take all steps that are not done; `TwellError`, before any, if one of them cannot be."""
@@ -103,10 +112,13 @@ class _Pipeline:
         self._out.mkdir(parents=True, exist_ok=True)
         for name in self._steps:
             made = self._out / _MADE[name]
-            if made.exists() and (name != "write" or self._begun.get(_WRITTEN)):
+            is_begun = made.exists()
+            if is_begun:
+                self._check_files(name, made)
+            if is_begun and not (name == "write" and is_unfinished(made)):
                 ui.note(f"{name}: {made} is there")
             else:
-                self._take_one(name)
+                self._take_one(name, made)
             if name == "eval" and not keep_going:
                 _check_verdict(made)
 
@@ -116,32 +128,74 @@ class _Pipeline:
         made = self._out / _MADE[name]
         if not made.exists():
             return
-        if name not in self._begun:
+        begun = self._begun.get(name)
+        parts = begun if isinstance(begun, dict) else {}
+        if not all(isinstance(parts.get(part), dict) for part in ("settings", "files")):
             raise TwellError(
                 f"{self._out / RECORD} does not say with which settings {made} was made: move it "
                 "elsewhere, or name another out"
             )
-        if self._begun[name] != _record(name, self._model, self._steps):
-            raise TwellError(f"{made} was made with other settings: remove it, or name another out")
+        refuse_other(made, parts["settings"], _record(name, self._steps), _REMEDY)
 
-    def _take_one(self, name: str) -> None:
-        self._begun[name] = _record(name, self._model, self._steps)
-        self._begun[_WRITTEN] = name != "write" and self._begun.get(_WRITTEN, False)
-        self._save_record()
+    def _check_files(self, name: str, made: Path) -> None:
+        """Refuse what was made of other files, or is not what the step made."""
+        begun, result = self._begun[name], None
+        refuse_other(made, begun["files"], self._files(name), _REMEDY)
+        with contextlib.suppress(TwellError):
+            result = _digest(made)
+        if result is None or begun.get("result", result) != result:
+            raise TwellError(f"{made} is not what {name} made, or damaged: {_REMEDY}")
+
+    def _take_one(self, name: str, made: Path) -> None:
         words = self._words(name)
         ui.note(f"{name}: twellctl {' '.join(map(ui.word, [name, *words]))}")
+        begun = {"settings": _record(name, self._steps), "files": self._files(name)}
+        self._save(name, begun)
         with self._commands[name].make_context(name, words, parent=self._root) as step:
             self._commands[name].invoke(step)
-        self._begun[_WRITTEN] |= name == "write"
-        self._save_record()
+        self._save(name, begun | {"result": _digest(made)})
+
+    def _save(self, name: str, begun: dict[str, Any]) -> None:
+        self._begun[name] = as_json(begun)
+        write_file(self._out / RECORD, json.dumps(self._begun, indent=1))
 
     def _words(self, name: str) -> list[str]:
         """The command line of a step without its name."""
         words, settings = _words(name, self._model, self._out, self._steps)
         return [*words, *_flags(name, settings, self._commands[name])]
 
-    def _save_record(self) -> None:
-        write_file(self._out / RECORD, json.dumps(self._begun, indent=1))
+    def _files(self, name: str) -> dict[str, Any]:
+        """Digests of all that a step reads, by the flags that name it; else what these name."""
+        words, settings = _words(name, self._model, self._out, self._steps)
+        if "recipe" in settings:  # which may name files, too
+            settings = settings_of(resolve_recipe(settings["recipe"])) | settings
+        found: dict[str, Any] = {"model": _model_digest(words[0], settings.get("revision"))}
+        for flag, value in settings.items():
+            if flag in _MODELS:
+                found[flag] = _model_digest(value)
+            elif flag in _FILES:
+                found[flag] = [_file_digest(one) for one in _each(value)]
+        return found
+
+
+def _model_digest(model: str, revision: str | None = None) -> str:
+    if model in ("auto", "none"):  # teachers
+        return model
+    return digest_of(model_files(open_checkpoint(model, revision=revision)))
+
+
+def _file_digest(name: str) -> str:
+    """Of a file, or the files of a folder; the name of a recipe itself."""
+    from twellctl.firing.grouping import kind_and_path  # brings torch
+
+    path = from_home(kind_and_path(name)[1])
+    if not path.exists():
+        return name
+    return digest_of(text_files([str(path)]) if path.is_dir() else [path])
+
+
+def _digest(made: Path) -> str:
+    return _model_digest(str(made)) if made.is_dir() else digest_of([made])
 
 
 def _check_verdict(made: Path) -> None:
@@ -157,11 +211,12 @@ def _check_verdict(made: Path) -> None:
         )
 
 
-def _record(name: str, model: str, steps: dict[str, Settings]) -> Settings:
-    """All settings that the result of step `name` depends on."""
+def _record(name: str, steps: dict[str, Settings]) -> Settings:
+    """All settings that the result of step `name` depends on, but for names of what is read."""
     before = _before(name, steps)
     used = [one for one in before if one in _CHANGING or name == "export"]
-    return {"model": model} | {one: steps[one] for one in (*used, name)}
+    read = {*_MODELS, *_FILES}
+    return {one: {k: steps[one][k] for k in steps[one] if k not in read} for one in (*used, name)}
 
 
 def _before(name: str, steps: dict[str, Settings]) -> list[str]:
@@ -184,12 +239,13 @@ def _words(
         given["data"] = made["write"]
     match name:
         case "write":
-            words = [model, made[name], "--overwrite"]
+            words = [model, made[name]]
         case "convert":
             words = [model, made[name]]
         case "finetune":
             words, given["teacher"] = [newest, made[name]], model
-            words += ["--resume"] if run_folder(Path(made[name])).exists() else []
+            is_begun = (run_folder(Path(made[name])) / RECIPE_FILE).is_file()
+            words += ["--resume"] if is_begun else []
         case "eval":
             words, given["reference"] = [newest, f"--json={made[name]}"], model
         case "profile":

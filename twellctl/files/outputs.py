@@ -100,14 +100,18 @@ def write_file(path: Path, text: str, check: Callable[[], None] = lambda: None) 
         raise TwellError(f"{path} could not be written: {error.strerror or error}") from error
 
 
-def open_anew(path: Path, was_there: bool, is_kind: Callable[[Path], bool]) -> int:
-    """A descriptor of the empty file `path`, opened for writing long after its `check_file`.
+def open_again(path: Path, was_there: bool, is_kind: Callable[[Path], bool], size: int = 0) -> int:
+    """A descriptor of the file `path`, opened for writing long after its `check_file`.
 
-    What was not there then is not replaced if it is by now; what was must still be of its kind.
+    It is behind the first `size` bytes, which are all that is left of it. What was not there then
+    is not replaced if it is by now; what was must still be of its kind.
     """
     target = _real(path)
     if was_there and target.exists() and is_kind(target):
-        return os.open(target, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        os.ftruncate(file, size)
+        os.lseek(file, size, os.SEEK_SET)
+        return file
     try:
         how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(target, how, 0o666)

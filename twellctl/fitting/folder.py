@@ -1,7 +1,7 @@
-"""The run folder of a fit: its settings, and its text as tokens.
+"""The run folder of a fit: what it is made of, and its text as tokens.
 
 `OUT.run` holds them while the fit runs, and each layer that is done (`kept.py`). The same call
-again goes on after the last of them.
+again, of the same model and text, goes on after the last of them.
 """
 
 import dataclasses
@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
+from twellctl.files.made_of import RECORD, Record, digest_of
 from twellctl.files.outputs import staged
-from twellctl.files.strict_json import read_json, to_json
 from twellctl.fitting.settings import Fit, windows_held_out
-from twellctl.fitting.source import num_kept
+from twellctl.fitting.source import layer_file, num_kept
+from twellctl.models.carried import model_files
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import load_tokenizer
+from twellctl.settings import flag_name
 from twellctl.text.blocks import (
     STRIPES,
     hold_out,
@@ -29,11 +31,10 @@ from twellctl.text.blocks import (
     windows_from_starts,
     write_tokens,
 )
-from twellctl.text.reading import read_texts
+from twellctl.text.reading import read_texts, text_files
 from twellctl.text.tokens import end_of_text
 
-SETTINGS_FILE = "fit.json"
-RUN_FORMAT = 2  # of what lies in a run folder
+TOKENS_FILE = "tokens.bin"
 LONGEST_TEXT = 4096  # tokens in a row of one text, for others to come in
 NEIGHBOURS = 2 * STRIPES  # windows at most that are neither fitted on nor held out
 LEAST_DIFFERENT = 64  # tokens that a text must have
@@ -41,31 +42,32 @@ TOKENS_A_WEIGHT = 4  # the least number of tokens for each of the N + K unknowns
 
 
 def prepare_fit(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bool:
-    """Make the run folder, or find the one of the same call; True if it goes on with layers."""
-    settings = _settings(checkpoint, fit)
+    """Make the run folder, or find the one of the same fit; True if it goes on with layers.
+
+    One without layers holds nothing that could be lost, and is made again.
+    """
+    made_of = _made_of(checkpoint, fit)
     if run.exists() and not overwrite:
-        if not (run / SETTINGS_FILE).is_file():
-            raise TwellError(
-                f"{run} is not a run of twellctl (no {SETTINGS_FILE} in it): remove it"
-            )
-        if read_json(run / SETTINGS_FILE, "start again with --overwrite") == settings:
-            return num_kept(run) > 0
-        if num_kept(run):
-            raise UsageError(
-                f"{run} holds a fit with other settings, or of another version: repeat those, or "
-                "start again with --overwrite"
-            )
+        if said := _not_ours(run):
+            raise TwellError(f"{run} {said} (no {RECORD} in it): remove it")
+        record = Record.read(run)
+        if count := num_kept(record):
+            record.refuse_other(made_of)
+            if not (run / TOKENS_FILE).exists():
+                _write_text(checkpoint, run, fit)
+            record.leave(TOKENS_FILE, *map(layer_file, range(count)))
+            return True
     with staged(run, overwrite=True, not_ours=_not_ours) as stage:
         _write_text(checkpoint, stage, fit)
         _check_enough(checkpoint, stage, fit)
-        (stage / SETTINGS_FILE).write_text(to_json(settings, indent=2), encoding="utf-8")
+        Record.begin(stage, made_of, TOKENS_FILE)
     return False
 
 
-def _settings(checkpoint: Checkpoint, fit: Fit) -> dict[str, Any]:
-    """As JSON has them: its lists are no tuples."""
-    of_run = {"data": list(fit.data), "model": checkpoint.origin, "format": RUN_FORMAT}
-    return dataclasses.asdict(fit) | of_run
+def _made_of(checkpoint: Checkpoint, fit: Fit) -> dict[str, Any]:
+    settings = {flag_name(k): v for k, v in dataclasses.asdict(fit).items() if k != "data"}
+    texts = [digest_of(text_files([path])) for path in fit.data]  # which are read in turn
+    return {"model": digest_of(model_files(checkpoint)), "text": texts} | settings
 
 
 def _write_text(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
@@ -80,11 +82,11 @@ def _write_text(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
 
     texts = in_turn((stream(path) for path in fit.data), LONGEST_TEXT)
     windows = windows_from_starts(texts, fit.seq_len, end_of_text(tokenizer))
-    write_tokens(windows, run / "tokens.bin", wanted)
+    write_tokens(windows, run / TOKENS_FILE, wanted)
 
 
 def _not_ours(run: Path) -> str | None:
-    return None if (run / SETTINGS_FILE).is_file() else "is not a run of twellctl"
+    return None if (run / RECORD).is_file() else "is not a run of this version of twellctl"
 
 
 def _check_enough(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
@@ -108,7 +110,7 @@ def windows_of(run: Path, fit: Fit) -> tuple[Tensor, Tensor]:
 
     Windows next to those held out are in neither: they can have tokens in common with them.
     """
-    count = (run / "tokens.bin").stat().st_size // (4 * fit.seq_len)
+    count = (run / TOKENS_FILE).stat().st_size // (4 * fit.seq_len)
     num_held = windows_held_out(fit, count)
     train, held = hold_out(count, min(1.0, num_held / max(1, count)))
     train = np.setdiff1d(train, [held - 1, held + 1])
@@ -118,6 +120,6 @@ def windows_of(run: Path, fit: Fit) -> tuple[Tensor, Tensor]:
             "held out: give more text, or lower --seq-len"
         )
     train = train[: max(1, fit.tokens // fit.seq_len)]
-    blocks = read_blocks(run / "tokens.bin", fit.seq_len)
+    blocks = read_blocks(run / TOKENS_FILE, fit.seq_len)
     fitted, held_out = (torch.from_numpy(blocks[part].astype(np.int64)) for part in (train, held))
     return fitted, held_out

@@ -1,6 +1,7 @@
 """Layers that a walk is done with lie in the run folder: a run that was killed goes on after them.
 
-A file a layer holds tensors by their names in the layer, and figures of it.
+A file a layer holds tensors by their names in the layer, and figures of it. The run's record has
+its digest: what is not there, or is no longer what was put there, was not kept.
 """
 
 import json
@@ -10,20 +11,26 @@ import torch
 from safetensors import safe_open
 
 from twellctl.errors import TwellError, reason
+from twellctl.files.made_of import Record
 from twellctl.fitting.method import Change
+from twellctl.fitting.source import layer_file, num_kept
 from twellctl.here.processes import is_one_of_several
 from twellctl.models.shard_writer import save_tensors
 
 
 class KeptLayers:
-    """Those in `folder`."""
+    """Those in `folder`, the first `count`. That they are whole `Record.check` has seen."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self._record = folder, Record.read(folder)
+
+    @property
+    def count(self) -> int:
+        return num_kept(self._record)
 
     def get(self, index: int) -> Change | None:
         """What became of a layer, on the CPU; None if it is not there."""
-        if not self._path(index).is_file():
+        if index >= self.count:
             return None
         with safe_open(self._path(index), "pt") as file:
             figures = json.loads(file.metadata()["figures"])
@@ -39,6 +46,7 @@ class KeptLayers:
         try:
             save_tensors(tensors, part, figures=json.dumps(change.figures))
             part.rename(self._path(index))
+            self._record.keep(layer_file(index))
         except OSError as error:
             raise TwellError(
                 f"{self.folder} could not be written: {reason(error)}; the same call "
@@ -46,4 +54,4 @@ class KeptLayers:
             ) from error
 
     def _path(self, index: int) -> Path:
-        return self.folder / f"layer-{index:03}.safetensors"
+        return self.folder / layer_file(index)

@@ -1,8 +1,10 @@
 """What a conversion begins from: the model, and the layers that an earlier call kept."""
 
+from itertools import count
 from pathlib import Path
 
 from twellctl.errors import TwellError, UsageError
+from twellctl.files.made_of import Record
 from twellctl.fitting.settings import Fit
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 
@@ -29,6 +31,11 @@ def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint
     return checkpoint
 
 
-def num_kept(run: Path) -> int:
-    """How many layers, the first ones, lie in a run folder (`kept.py`)."""
-    return len([*run.glob("layer-*.safetensors")])
+def layer_file(index: int) -> str:
+    """Where a run folder keeps a layer (`kept.py`)."""
+    return f"layer-{index:03}.safetensors"
+
+
+def num_kept(record: Record) -> int:
+    """How many layers, the first ones, a run keeps; those behind a gap do not count."""
+    return next(index for index in count() if not record.has(layer_file(index)))

@@ -22,7 +22,6 @@ from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layerwise import Layerwise
 from twellctl.fitting.method import Change, Figures, Method
 from twellctl.fitting.settings import Progress
-from twellctl.fitting.source import num_kept
 from twellctl.here.processes import from_all, is_one_of_several, sum_over_processes
 
 TOKENS_AT_ONCE = {"cuda": 16384, "cpu": 2048}  # of a forward of one layer
@@ -74,7 +73,7 @@ class Walk:
         seed: int,
     ):
         self.layerwise, self.text, self.method, self.kept = layerwise, text, method, kept
-        self.seed, self.num_kept = seed, num_kept(kept.folder)
+        self.seed, self.num_kept = seed, kept.count
         self.ids = torch.cat([text.fitted, text.held_out])
         self._dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
 

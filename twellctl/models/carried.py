@@ -59,6 +59,14 @@ def copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
         shutil.copyfile(own_file(source, checkpoint.path), folder / TEMPLATES / source.name)
 
 
+def model_files(checkpoint: Checkpoint) -> list[Path]:
+    """All files that say what a model computes, and which tokens: not how it was made."""
+    names = {"config.json", INDEX, *checkpoint.shards, *SIDE_FILES} - {REPORT_FILE, FIT_FILE}
+    found = [checkpoint.path / name for name in sorted(names)]
+    templates = sorted((checkpoint.path / TEMPLATES).glob("*.jinja"))
+    return [path for path in (*found, *templates) if path.is_file()]
+
+
 def write_config(folder: Path, config: dict) -> None:
     """config.json as transformers writes it."""
     kept = {key: value for key, value in config.items() if key not in _OF_A_MACHINE}

@@ -68,11 +68,6 @@ class Checkpoint:
         """Neurons of each FFN without those of a map."""
         return self.ffn.intermediate_size - self.map_neurons
 
-    @property
-    def origin(self) -> str:
-        """What a run began from: the folder."""
-        return str(self.path.resolve())
-
     def ffn_weights(self, layer: int) -> list[str]:
         """The names of the weights of a layer's FFN; layers count from 0."""
         ffns = checks.ffns_of(self.tensors)

@@ -1,13 +1,13 @@
 """The history of a run: `metrics.jsonl`, a JSON object for each step that was logged or judged."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
-from twellctl.files.strict_json import to_json
+from twellctl.errors import TwellError
+from twellctl.files.strict_json import parse_json, to_json
 from twellctl.models.carried import METRICS_FILE
 from twellctl.training.trainer import SparseTrainer
 
@@ -38,7 +38,7 @@ class History(TrainerCallback):
         self.path.write_text("".join(lines), encoding="utf-8")
         if kept:
             self.last, self._at = kept[-1], sum(map(len, map(str.encode, lines[:-1])))
-            self._began -= self.last["seconds"]
+            self._began -= self.last.get("seconds", 0)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._since = (time.monotonic(), state.global_step)
@@ -85,5 +85,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows that were written; a last line that was cut short is left out."""
     if not path.is_file():
         return []
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
+    *whole, _ = path.read_bytes().split(b"\n")
+    try:
+        rows = [parse_json(line) for line in whole]
+        if all(row["step"] + row.get("seconds", 0) >= 0 for row in rows):
+            return rows
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise TwellError(f"{path} is damaged: remove it, and --resume without what it says")

@@ -17,7 +17,7 @@ from twellctl.files.home import from_home
 from twellctl.here.resources import resource_dir
 from twellctl.settings import coerce, flag_name, setting
 
-NO_RUN = "does not exist: there is no run to resume, leave --resume out"
+NO_RUN = "holds no run to resume: leave --resume out"
 RECIPE_FILE = "recipe.yaml"  # in a run folder and in what it becomes
 UNNAMED_TEACHER = "a local model"  # in the place of its path
 

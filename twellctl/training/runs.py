@@ -1,6 +1,6 @@
-"""The folder `OUT.run` of a fine-tuning run: its recipe, its tokens and its checkpoints."""
+"""The folder `OUT.run` of a fine-tuning run: what it is made of, its tokens and its checkpoints."""
 
-import dataclasses
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,35 +8,39 @@ from typing import Any
 
 import numpy as np
 
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
+from twellctl.files.made_of import ANEW, Record, as_json, check_whole, digest_of, digests_in
 from twellctl.files.outputs import NOT_OURS, staged
 from twellctl.files.strict_json import read_json, to_json
 from twellctl.files.workspace import remove, workspace_of
 from twellctl.here.processes import check_same
+from twellctl.models.carried import model_files
 from twellctl.models.checkpoint import Checkpoint
-from twellctl.settings import flag_name
 from twellctl.text.blocks import Blocks, hold_out, in_turn, read_blocks, token_stream, write_tokens
 from twellctl.text.reading import read_texts, text_files
-from twellctl.training.recipe import NO_RUN, RECIPE_FILE, Recipe, resolve_recipe, save_recipe
+from twellctl.training.recipe import NO_RUN, RECIPE_FILE, Recipe, save_recipe, settings
 
 STATE_FILE = "twell_state.json"  # written last: a checkpoint without it is not complete
-MODEL_FILE = "model.txt"
-RUN_FORMAT = 2  # of what a run folder means: runs of another one are not resumed
+RUN_FORMAT = 3  # of what a checkpoint means: those of another one are not resumed
+ANOTHER = "remove that checkpoint, and --resume from another"
+OF_OTHERS = "rng_state_*"  # what other processes than the first write into a checkpoint
 LONGEST_TEXT = 16384  # tokens in a row of one of several --data
-FREE = (  # a resumed run may change these, because the result does not depend on them
-    "save_steps",
-    "logging_steps",
-    "report_to",
+FREE = {  # a resumed run may change these, because the result does not depend on them
+    "save-steps",
+    "logging-steps",
+    "report-to",
     "compile",
     "shard",
-    "micro_batch_size",
-    "gradient_checkpointing",
-)
+    "micro-batch-size",
+    "gradient-checkpointing",
+}
+READ = {"data", "eval-data", "teacher"}  # known by their content
 
 
 def prepare_run(
     run: Path,
     recipe: Recipe,
+    made_of: dict[str, Any],
     checkpoint: Checkpoint,
     tokenizer: Any,
     *,
@@ -45,17 +49,33 @@ def prepare_run(
 ) -> None:
     """The run folder with all that training reads: as it was left, or else a new, whole one.
 
-    With `resume` it is one that `check_began_with` has passed.
+    One without a checkpoint holds nothing that could be lost, and is made again.
     """
-    if resume:
-        _check_resumable(run, recipe)
+
+    def write(folder: Path) -> None:
+        _write_run_tokens(folder, recipe, tokenizer, checkpoint.config.get("vocab_size"))
+
+    if resume and not (run / RECIPE_FILE).is_file():
+        raise TwellError(f"{run} {NO_RUN}")
+    last = last_checkpoint(run)
+    if resume and last is not None:
+        _check_resumable(run, last, made_of, write)
         return
-    _check_new(run, overwrite)
-    with staged(run, overwrite=overwrite, not_ours=_not_ours) as stage:
+    _check_new(run, last, overwrite)
+    with staged(run, overwrite=True, not_ours=_not_ours) as stage:
         save_recipe(recipe, stage / RECIPE_FILE)
-        (stage / MODEL_FILE).write_text(checkpoint.origin, encoding="utf-8")
-        _write_run_tokens(stage, recipe, tokenizer, checkpoint.config.get("vocab_size"))
+        write(stage)
         run_blocks(stage, recipe)
+        Record.begin(stage, made_of, *(path.name for path in stage.glob("*.bin")))
+
+
+def made_of(checkpoint: Checkpoint, teacher: Checkpoint | None, recipe: Recipe) -> dict[str, Any]:
+    """What the result of a run depends on."""
+    models = {"model": checkpoint, "teacher": teacher}
+    texts = {"data": recipe.data, "eval-data": recipe.eval_data}
+    parts: dict[str, Any] = {k: v and digest_of(model_files(v)) for k, v in models.items()}
+    parts |= {k: [digest_of(text_files([path])) for path in paths] for k, paths in texts.items()}
+    return parts | {k: v for k, v in settings(recipe).items() if k not in FREE | READ}
 
 
 def run_inputs(
@@ -78,15 +98,6 @@ def check_alike(checkpoint: Checkpoint, recipe: Recipe) -> None:
     check_same(seen, "give all the same files")
 
 
-def check_began_with(run: Path, model: str) -> None:
-    """`TwellError` if there is no run to resume in `run`, or it is one of another model."""
-    if not (run / RECIPE_FILE).is_file():
-        raise TwellError(f"{run} {NO_RUN}")
-    began = (run / MODEL_FILE).read_text(encoding="utf-8")
-    if began != model:
-        raise UsageError(f"{run} is a run of {began}, got {model}: resume it with that model")
-
-
 def discard(run: Path, out: Path, note: Callable[[str], None]) -> None:
     """Remove the run folder of `out`, which is claimed; `note` says what could not be removed.
 
@@ -107,15 +118,19 @@ def discard(run: Path, out: Path, note: Callable[[str], None]) -> None:
         note(f"{gone} could not be removed: remove it, it may hold checkpoints of many GB")
 
 
-def _check_resumable(run: Path, recipe: Recipe) -> None:
-    saved = run / RECIPE_FILE
-    before, now = (dataclasses.asdict(r) for r in (resolve_recipe(saved), recipe))
-    changed = [flag_name(k) for k in now if k not in FREE and now[k] != before[k]]
-    if changed:
-        raise UsageError(
-            f"--resume continues with the recipe of {run}, but these are others: "
-            f"{', '.join(changed)}; leave them out"
-        )
+def _check_resumable(
+    run: Path, last: Path, made_of: dict[str, Any], write: Callable[[Path], None]
+) -> None:
+    """`TwellError` if the run is made of something else, or damaged; `write` tokens that are gone.
+
+    What was left of a checkpoint that is not complete is removed.
+    """
+    record = Record.read(run)
+    record.refuse_other(made_of)
+    check_whole(last, checkpoint_state(last)["files"], ANOTHER)
+    if not all(map(record.has, record.files)):
+        write(run)
+    record.leave(*record.files)
     for folder in run.glob("checkpoint-*"):
         if not (folder / STATE_FILE).is_file():  # its writing was cut short, or its removal
             shutil.rmtree(folder, ignore_errors=True)
@@ -125,16 +140,15 @@ def _not_ours(run: Path) -> str | None:
     return None if (run / RECIPE_FILE).is_file() else NOT_OURS
 
 
-def _check_new(run: Path, overwrite: bool) -> None:
+def _check_new(run: Path, last: Path | None, overwrite: bool) -> None:
     if run.exists() and _not_ours(run):
         raise TwellError(
-            f"{run} is not a run of twellctl (no {RECIPE_FILE} in it): choose another OUT"
+            f"{run} is not a run of twellctl (no {RECIPE_FILE} in it): remove it, or choose "
+            "another OUT"
         )
-    if run.exists() and not overwrite:
-        step = last_checkpoint(run)
-        what = f"a run stopped at {step.name}" if step else "a run without a checkpoint"
+    if last is not None and not overwrite:
         raise TwellError(
-            f"{run} holds {what}: continue with --resume, or start again with --overwrite"
+            f"{run} holds a run stopped at {last.name}: continue with --resume, or {ANEW}"
         )
 
 
@@ -197,9 +211,19 @@ def run_blocks(run: Path, recipe: Recipe) -> tuple[Blocks, Blocks | None]:
 
 def mark_complete(checkpoint: Path, state: dict[str, Any]) -> None:
     """Write what else a run needs into a checkpoint: from now on it counts."""
+    paths = {path for path in checkpoint.rglob("*") if path.is_file()}
+    names = [str(path.relative_to(checkpoint)) for path in paths - {*checkpoint.glob(OF_OTHERS)}]
+    content = as_json({"run_format": RUN_FORMAT, "files": digests_in(checkpoint, names)} | state)
     part = checkpoint / f"{STATE_FILE}.part"
-    part.write_text(to_json({"run_format": RUN_FORMAT} | state), encoding="utf-8")
+    part.write_text(to_json(content | {"seal": _seal(checkpoint, content)}), encoding="utf-8")
     part.rename(checkpoint / STATE_FILE)
+
+
+def _seal(checkpoint: Path, content: dict[str, Any]) -> str:
+    """A digest of the content of its `STATE_FILE`, and of which run and step it is."""
+    made_of = Record.read(checkpoint.parent).made_of
+    sealed = to_json([checkpoint.name, made_of, content], sort_keys=True)
+    return hashlib.sha256(sealed.encode()).hexdigest()
 
 
 def last_checkpoint(run: Path) -> Path | None:
@@ -210,7 +234,9 @@ def last_checkpoint(run: Path) -> Path | None:
 def _complete_checkpoints(run: Path) -> list[Path]:
     """Oldest first."""
     found = (path.parent for path in run.glob(f"checkpoint-*/{STATE_FILE}"))
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    numbered = {path: path.name.removeprefix("checkpoint-") for path in found}
+    own = [path for path, number in numbered.items() if number.isdecimal()]
+    return sorted(own, key=lambda path: int(numbered[path]))
 
 
 def drop_old_checkpoints(run: Path) -> None:
@@ -224,11 +250,13 @@ def drop_old_checkpoints(run: Path) -> None:
 
 
 def checkpoint_state(checkpoint: Path) -> dict[str, Any]:
-    """What `mark_complete` wrote; `TwellError` for what another version of it did."""
-    state = read_json(checkpoint / STATE_FILE, "remove that checkpoint, and --resume from another")
+    """What `mark_complete` wrote; `TwellError` for what another version or run did, or damage."""
+    state = read_json(checkpoint / STATE_FILE, ANOTHER)
     if state.get("run_format") != RUN_FORMAT:
         raise TwellError(
             f"{checkpoint.parent} was begun by another version of twellctl, which trains "
-            "differently: continue with that version, or start again with --overwrite"
+            f"differently: continue with that version, or {ANEW}"
         )
+    if state.pop("seal", None) != _seal(checkpoint, state):
+        raise TwellError(f"{checkpoint / STATE_FILE} is damaged, or of another run: {ANOTHER}")
     return state
