@@ -19,6 +19,7 @@ from edits import json_in
 from greedy import greedy
 from other_processes import SLOW_STEPS
 
+from twellctl.cli import use
 from twellctl.decoding.engine import Sampling, Token
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
@@ -27,6 +28,8 @@ from twellctl.generate import Chat, Generation, generate, load
 from twellctl.models import loading
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.profile import profile
+from twellctl.screens.use import generated
+from twellctl.text.tokens import encode_prompt
 
 PROMPT = "import os\n\ndef main"
 STATS = (
@@ -266,10 +269,57 @@ def test_earlier_turns_are_part_of_the_prompt(loaded, say):
     assert (code, out) == (0, "".join(f"{text}\n" for text in (one, two, one, brief)))
     assert len(err) == 5  # that it is noise, and figures of each answer
     assert say("Why?", "/exit", "Why?")[:2] == (0, f"{one}\n")
-    code, out, err = say("/nwe", "Why?")
-    assert (code, out) == (0, f"{one}\n")
-    assert any(line.startswith("there is no command '/nwe': /new starts over, ") for line in err)
-    assert say("/bin/ls?")[1]  # a path is none
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "sent"),
+    [
+        ("/nwe", "there is no command '/nwe': /new starts over, ", None),
+        ("/tmp is full", "there is no command '/tmp': ", None),
+        ("/think", "; a space in front sends it", None),
+        ("/new Why?", "/new stands alone, got 'Why?' behind it", None),
+        ("/exit now", "/exit stands alone, got 'now' behind it", None),
+        ("   ", "", None),
+        (" /think", "", "/think"),
+        ("/no_think Why?", "", "/no_think Why?"),
+        ("/* a comment */", "", "/* a comment */"),
+        ("//", "", "//"),
+        ("/bin/ls?", "", "/bin/ls?"),
+        ("  indented", "", "  indented"),
+    ],
+)
+def test_what_begins_like_a_command(capsys, monkeypatch, line, said, sent):
+    asked = []
+    chat = SimpleNamespace(ask=lambda text, _: asked.append(text) or [], figures=None)
+    monkeypatch.setattr(use, "generated", lambda figures: None)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{line}\n".encode())))
+    use._converse(chat)
+    assert asked == ([] if sent is None else [sent])
+    assert said in capsys.readouterr().err
+
+
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+USERS = "{% for m in messages if m.role == 'user' %}<{{ m.content }}>{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [REFUSING + USERS, USERS], ids=["refuses", "drops"])
+def test_a_template_that_takes_no_system_message(loaded, monkeypatch, template):
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", template)
+    wanted = "its chat template takes no system message: write it into the first message"
+    with pytest.raises(TwellError, match=wanted):
+        Chat(loaded, "Be brief.")
+    chat = Chat(loaded, max_tokens=2)
+    list(chat.ask("Why?"))
+    before = chat.messages
+    with pytest.raises(TwellError, match=wanted):
+        chat.begin("Be brief.")
+    assert chat.messages == before
+
+
+def test_a_template_that_refuses_all_is_no_matter_of_the_system(loaded, monkeypatch):
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", "{{ raise_exception('not today') }}")
+    with pytest.raises(TwellError, match=r"refuses these messages: not today$"):
+        list(Chat(loaded, "Be brief.").ask("Why?"))
 
 
 def test_an_answer_that_is_stopped_stays_in_the_chat(loaded):
@@ -286,12 +336,22 @@ def test_an_answer_that_is_stopped_stays_in_the_chat(loaded):
     assert list(chat.ask("And?"))
 
 
-def test_a_conversation_that_fills_the_context(loaded, say):
+def test_a_conversation_that_fills_the_context(loaded, say, capsys):
     chat = Chat(loaded, max_tokens=1000)
-    list(chat.ask("Why?"))
     with pytest.raises(TwellError, match="there is room for 256 with the answer"):
         list(chat.ask("So " * 300))
+    list(chat.ask("Why?"))
+    with pytest.raises(TwellError, match="fills the context, 256 tokens: /new starts over"):
+        list(chat.ask("So " * 300))
     assert len(chat.messages) == 2
+    texts = ["So " * times for times in range(300)]
+    long = [t for t in texts if len(encode_prompt(loaded.tokenizer, t, True)) < 256][-1]
+    for text, most, is_full in ((long, 1000, True), ("Why?", 1, False)):
+        made = loaded.generate([{"role": "user", "content": text}], max_tokens=most)
+        made.text()
+        assert (made.figures.cut, made.figures.full) == (True, is_full)
+        generated(made.figures)
+        assert ("cut where the context ends" in capsys.readouterr().err) == is_full
     code, _, err = say("So " * 300, "Why?")
     assert (code, "room for 256" in err[-1]) == (1, True)
     assert say(b"\xff\n")[2][-1] == "error: stdin is not UTF-8 (byte 0): convert it"

@@ -11,7 +11,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.report.notebook import as_tables, element
 from twellctl.settings import chosen, setting
-from twellctl.text.tokens import Detokenizer, Messages, check_ids, encode_prompt
+from twellctl.text.tokens import Detokenizer, Messages, check_ids, encode_prompt, opened_chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ class Figures:
     `tokens_per_second` leaves out the first step, which sets up what the others use.
     `first_seconds` is the time from the prompt to its first token, with the model loaded. `density`
     is the mean share of neurons that fired. `cut`: the answer reached the most tokens without an
-    end. `is_empty`: it ended before any text.
+    end; `full`: these were what the context left. `is_empty`: it ended before any text.
     """
 
     prompt_tokens: int
@@ -60,6 +60,11 @@ class Figures:
     density: float | None
     cut: bool
     is_empty: bool = False
+    full: bool = False
+
+
+class NoRoomError(TwellError):
+    """A prompt leaves no room for an answer."""
 
 
 class Generation:
@@ -72,10 +77,15 @@ class Generation:
         prompt: list[int],
         sampling: Sampling,
         continued: bool,
+        fills: bool = False,
     ):
-        """`continued`: the text goes on from that of `prompt`, and is no answer of its own."""
+        """`continued`: the text goes on from that of `prompt`, and is no answer of its own.
+
+        `fills`: `sampling` allows what the context leaves, which is less than was asked for.
+        """
         self._scheduler, self._tokenizer = scheduler, tokenizer
         self._prompt, self._sampling, self._continued = prompt, sampling, continued
+        self._fills = fills
         self._times: list[float] = []  # of the start, and of each token
         self._ended = False
         self._before = scheduler.fired.copy(), scheduler.generated_tokens
@@ -103,7 +113,7 @@ class Generation:
         times, fired = self._times, self._scheduler.fired - self._before[0]
         tokens = max(0, len(times) - 1)
         generated = self._scheduler.generated_tokens - self._before[1]
-        steady = times[2:]
+        steady, cut = times[2:], not self._ended and tokens == self._sampling.max_tokens
         return Figures(
             prompt_tokens=len(self._prompt),
             tokens=tokens,
@@ -112,8 +122,9 @@ class Generation:
                 (len(steady) - 1) / (steady[-1] - steady[0]) if len(steady) > 1 else None
             ),
             density=float(fired.mean()) / generated if len(fired) and generated else None,
-            cut=not self._ended and tokens == self._sampling.max_tokens,
+            cut=cut,
             is_empty=self._ended and tokens == 1,
+            full=cut and self._fills,
         )
 
     def _tokens(self) -> Iterator[int]:
@@ -183,17 +194,24 @@ class Loaded:
             raise TwellError(f"{self.checkpoint.name} has no chat template: leave out --chat")
         chat = has_template if chat is None else chat or isinstance(prompt, list)
         tokens = self._encoded(prompt, chat, chat_template_kwargs or {})
-        budget = how.max_tokens or MAX_TOKENS
+        wanted = budget = how.max_tokens or MAX_TOKENS
         if how.max_tokens is None or isinstance(prompt, list):
-            budget = min(budget, self._room(tokens))
-        sampling = Sampling(budget, how.temperature, how.top_p, how.top_k, how.seed)
-        return Generation(self.scheduler, self.tokenizer, tokens, sampling, continued=not chat)
+            budget = min(wanted, self._room(tokens))
+        return Generation(
+            self.scheduler,
+            self.tokenizer,
+            tokens,
+            Sampling(budget, how.temperature, how.top_p, how.top_k, how.seed),
+            continued=not chat,
+            fills=budget < wanted,
+        )
 
     def _encoded(self, prompt: str | Messages, chat: bool, template: dict[str, Any]) -> list[int]:
         try:
             tokens = encode_prompt(self.tokenizer, prompt, chat, **template)
         except TwellError as error:
-            raise TwellError(f"{self.checkpoint.name}: {error}; try --no-chat") from error
+            remedy = "; try --no-chat" if isinstance(prompt, str) else ""
+            raise TwellError(f"{self.checkpoint.name}: {error}{remedy}") from error
         if not tokens:
             raise UsageError("the prompt holds no token: give some text")
         check_ids(max(tokens), self.checkpoint.config.get("vocab_size"))
@@ -203,7 +221,7 @@ class Loaded:
         """The tokens that `prompt` leaves for an answer."""
         context = self.scheduler.context
         if len(prompt) >= context:
-            raise TwellError(
+            raise NoRoomError(
                 f"the prompt has {len(prompt)} tokens, there is room for {context} with the "
                 "answer: shorten it"
             )
@@ -272,8 +290,28 @@ class Chat:
         self.begin(system)
 
     def begin(self, system: str = "") -> None:
-        """Forget what was said."""
+        """Forget what was said. `TwellError`, before that, if the template drops `system`."""
+        if system:
+            self._require_system(system)
         self.messages: Messages = [{"role": "system", "content": system}] if system else []
+
+    def _require_system(self, system: str) -> None:
+        question = [{"role": "user", "content": "?"}]
+        alone = self._written(question)  # nothing: what is wrong is said when something is asked
+        both = self._written([{"role": "system", "content": system}, *question])
+        if alone and both in ("", alone):
+            raise TwellError(
+                f"{self._model.checkpoint.name}: its chat template takes no system message: write "
+                "it into the first message"
+            )
+
+    def _written(self, messages: Messages) -> str:
+        """What the template makes of `messages`; nothing if it refuses them."""
+        given = self._how.get("chat_template_kwargs") or {}
+        try:
+            return opened_chat(self._model.tokenizer, messages, **given)
+        except TwellError:
+            return ""
 
     def ask(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """Yield the answer, piece by piece, until it ends or is `stopped`; then keep both messages.
@@ -281,7 +319,15 @@ class Chat:
         Without any answer, `text` is not kept, either. Raises `TwellError`.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
-        made = self._model.generate(asked, **self._how)
+        try:
+            made = self._model.generate(asked, **self._how)
+        except NoRoomError as error:
+            if not any(turn["role"] == "assistant" for turn in asked):
+                raise
+            raise TwellError(
+                f"the conversation fills the context, {self._model.scheduler.context} tokens: "
+                "/new starts over"
+            ) from error
         pieces: list[str] = []
         try:
             for piece in made:

@@ -1,5 +1,6 @@
 """The commands that use a model. Nothing heavy is imported before one runs."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,6 +85,7 @@ AsChat = Annotated[
         "[default: --chat if the tokenizer has a template]",
     ),
 ]
+_COMMAND = re.compile("/[A-Za-z]+")  # a path, a comment or /no_think is none
 COMMANDS = (
     "/new starts over, /system TEXT sets the system message, /exit quits; Ctrl-C stops an answer"
 )
@@ -138,8 +140,8 @@ def chat(
     """Talk to a model.
 
     Each line is a message, sent with the conversation so far. /new starts a new conversation,
-    /system TEXT sets the system message and starts a new one, /exit or the end of input quits.
-    Ctrl-C stops an answer.
+    /system TEXT sets the system message and starts a new one, /exit or the end of input quits. A
+    message that begins like a command is sent with a space in front. Ctrl-C stops an answer.
     """
     ui.doing(f"loading {model}")
     from twellctl.generate import load
@@ -163,26 +165,35 @@ def _converse(chat: Chat) -> None:
             interrupts.forget()
             sys.stdout.write("\n")
             continue
-        command, _, rest = (line or "").strip().partition(" ")
-        if line is None or command == "/exit":
+        command, _, rest = (line or "").rstrip().partition(" ")
+        if line is None or (command == "/exit" and not rest):
             return
-        if command in ("/new", "/system"):
-            chat.begin(rest if command == "/system" else "")
-        elif command.startswith("/") and "/" not in command[1:]:  # no path
-            ui.note(f"there is no command {shown(command)}: {COMMANDS}")
-        elif command:
-            _answer(chat, line)
+        try:
+            if _COMMAND.fullmatch(command):
+                _obey(chat, command, rest.strip())
+            elif line.strip():
+                _answer(chat, line.removeprefix(" ") if line.startswith(" /") else line)
+        except TwellError as error:
+            if not sys.stdin.isatty():
+                raise
+            ui.note(f"error: {error}")
+
+
+def _obey(chat: Chat, command: str, rest: str) -> None:
+    """Carry out a line that begins with `/command`; a mistyped one is not sent to the model."""
+    if command == "/system":
+        chat.begin(rest)
+    elif command == "/new" and not rest:
+        chat.begin()
+    elif command in ("/new", "/exit"):
+        ui.note(f"{command} stands alone, got {shown(rest)} behind it")
+    else:
+        ui.note(f"there is no command {shown(command)}: {COMMANDS}; a space in front sends it")
 
 
 def _answer(chat: Chat, text: str) -> None:
-    try:
-        with interrupts.first_kept() as stopped:
-            ui.stream(chat.ask(text, stopped))
-    except TwellError as error:
-        if not sys.stdin.isatty():
-            raise
-        ui.note(f"error: {error}")
-        return
+    with interrupts.first_kept() as stopped:
+        ui.stream(chat.ask(text, stopped))
     generated(chat.figures)
 
 

@@ -30,7 +30,7 @@ def generated(figures: Any) -> None:
     if figures.density is not None:
         parts.append(f"{figures.density:.2%} of the neurons fired")
     if figures.cut:
-        parts.append("cut at --max-tokens")
+        parts.append("cut where the context ends" if figures.full else "cut at --max-tokens")
     ui.note(", ".join(parts))
 
 
