@@ -22,7 +22,7 @@ from twellctl.firing.profiled import save_profile
 from twellctl.fitting import plan as plans
 from twellctl.fitting.plan import Shape, plan
 from twellctl.fitting.settings import Fit
-from twellctl.fitting.walk import Walk
+from twellctl.fitting.walk import HeldOut, Walk
 from twellctl.generate import generate
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.linear_map import num_mapped
@@ -284,6 +284,41 @@ def test_what_is_refused(make_model, text_file, tmp_path):
     convert(make_model("llama"), tmp_path / "relu")
     with pytest.raises(TwellError, match="already ReLU"):
         convert(tmp_path / "relu", out, data=[str(text_file)])
+
+
+def test_a_fit_that_held_out_text_says_is_broken_is_an_error(
+    make_model, text_file, tmp_path, monkeypatch
+):
+    """Its layers are kept; nothing is written to OUT."""
+    monkeypatch.setattr("twellctl.fitting.walk.MOST_AWAY", 1e-3)
+    said = r"^layer 0 is broken: .* by 0\.\d+ times .*: start again with --overwrite and more "
+    refused(make_model, text_file, tmp_path / "out", said)
+    assert (tmp_path / "out.run/layer-000.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("loss", "of_source", "is_broken"),
+    [(9.1, 2.0, True), (8.9, 2.0, False), (9.3, 9.25, False), (float("nan"), 2.0, True)],
+)
+def test_a_model_worse_than_guessing_is_broken_unless_its_source_is(loss, of_source, is_broken):
+    held = HeldOut(loss, of_source, 7.0, 0.0)
+    if not is_broken:
+        held.refuse_broken(8192)
+        return
+    said = rf"held-out text is {loss:.2f}, that of its source 2.00, that of guessing 9.01: start"
+    with pytest.raises(TwellError, match=said):
+        held.refuse_broken(8192)
+
+
+def test_a_fit_far_from_its_source_is_said_to_be(fitted, capsys):
+    _, _, done = fitted()
+    screen.converted(done, "silu")
+    assert "is far from the source" not in capsys.readouterr().err
+    away = dataclasses.replace(done.fitted.held_out, kl=1.5)
+    done = dataclasses.replace(done, fitted=dataclasses.replace(done.fitted, held_out=away))
+    screen.converted(done, "silu")
+    said = "KL 1.50 is far from the source: few answers will be right. Fit on more text, or ask for"
+    assert said in capsys.readouterr().err
 
 
 def interrupt(*_):

@@ -1,5 +1,7 @@
 """One layer's fit: least squares, steps and map, against float64 and autograd."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -131,10 +133,41 @@ def test_a_threshold_moves_each_gate_by_what_its_neuron_is_worth(threshold):
     moved = ffn.gate - made.gate[:N]
     ups = (text.z @ ffn.up.T).square() * text.weights[:, None]
     expected = threshold / (ups.mean(0).sqrt() * ffn.down.norm(dim=0))
+    expected = expected.minimum((text.z @ ffn.gate.T).amax(0).clamp(min=0))  # it fires no more
     some = slice(None, None, max(1, len(text.z) // 8192))
     assert some.step == 1
     torch.testing.assert_close(moved, expected[:, None] * direction, rtol=1e-3, atol=1e-6)
     assert fired < fit_layer(ffn, text, 0.0, HowToFit(8, 1e-6, torch.float32, None))[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("nothing", ["gate", "up", "down"])
+def test_a_neuron_that_gives_nothing_moves_nothing(nothing, dtype):
+    """Nor does it fire: the layer is as near as without it, also after steps."""
+    ffn = drawn_ffn()
+    ffn = replace(ffn, **{nothing: getattr(ffn, nothing).clone()})
+    (ffn.down[:, :2] if nothing == "down" else getattr(ffn, nothing)[:2])[:] = 0
+    without = GatedFfn(ffn.gate[2:], ffn.up[2:], ffn.down[:, 2:])
+    text, held_out = drawn_text(ffn), drawn_text(ffn, seed=2)
+    how = HowToFit(8, 1e-3, dtype, Steps(30, 512, 0.01, seed=0))
+    (made, fired), (other, others) = (fit_layer(one, text, 0.2, how) for one in (ffn, without))
+    assert error_of(made, held_out) == pytest.approx(error_of(other, held_out), rel=0.05)
+    assert fired * N == pytest.approx(others * (N - 2), rel=0.03)
+    assert made.gate.abs().max() < 2 * ffn.gate.abs().max()
+    assert (made.gates(text.z)[:, :2] > 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("nothing", ["up", "down", "gate", "z"])
+@pytest.mark.parametrize("steps", [None, Steps(3, 64, 0.01, seed=0)])
+def test_a_layer_that_gives_nothing_stays_one(nothing, steps):
+    ffn = drawn_ffn()
+    if nothing != "z":
+        ffn = replace(ffn, **{nothing: torch.zeros_like(getattr(ffn, nothing))})
+    text = drawn_text(ffn)
+    if nothing == "z":
+        text = FfnText(torch.zeros(3000, K), text.weights, lambda t: torch.zeros(3000, K)[t])
+    made, _ = fit_layer(ffn, text, 0.1, HowToFit(8, 1e-3, torch.bfloat16, steps))
+    assert made(text.z).abs().max() == 0
 
 
 @pytest.mark.parametrize("biases", [False, True])

@@ -4,7 +4,8 @@
                normalised and far from centred. A shift `t` of a gate is then a change `-t w` of its
                weights, a bias without a bias; and a neuron whose gate is `w` always fires.
     shifts     gate n moves down by `threshold / (rms(up n) |down n|)`: so a neuron fires only where
-               what it gives may be larger than the threshold, which is one for the whole model.
+               what it gives may be larger than the threshold, which is one for the whole model. One
+               that gives nothing moves until it does not fire.
     steps      of Adam on the FFN's weights and the map (`steps.py`), between two least squares.
                They hold the density that is measured after the shifts, not the one asked for: the
                threshold has shared that out among the layers, by what their neurons are worth.
@@ -88,14 +89,18 @@ def find_direction(text: FfnText) -> Tensor:
 def worth(ffn: GatedFfn, z: Tensor, weights: Tensor) -> Tensor:
     """`[N]`: what a unit of each gate gives, root mean square over weighted tokens `[T, K]`."""
     squares = (ffn.ups(z).float().square() * weights[:, None]).mean(0)
-    return (squares.sqrt() * ffn.down.norm(dim=0)).clamp(min=1e-12)
+    return squares.sqrt() * ffn.down.norm(dim=0)
 
 
 def shifts(ffn: GatedFfn, text: FfnText, threshold: float) -> Tensor:
-    """`[N]`: how far each gate moves down."""
+    """`[N]`: how far each gate moves down: at most until it fires for no token.
+
+    What gives nothing would otherwise move without end.
+    """
     some = slice(None, None, max(1, len(text) // SCORED))
-    values = worth(ffn, text.z[some], text.weights[some])
-    return same_in_all(threshold / values)
+    z = text.z[some]
+    largest = ffn.gates(z).amax(0).float().clamp(min=0)
+    return same_in_all(torch.minimum(threshold / worth(ffn, z, text.weights[some]), largest))
 
 
 def _products(

@@ -64,22 +64,28 @@ class Products:
 def solved(products: Products, blocks: tuple[int, ...], ridge: float) -> Tensor:
     """The change `[P, K]`. The ridge of each block of features is that share of its mean square.
 
-    `blocks` are the sizes of the blocks. `NotSolved` names the ridge that would do.
+    `blocks` are the sizes of the blocks. Features that are all zero change nothing. `NotSolved`
+    names the ridge that would do.
     """
+    if not (products.gram.isfinite().all() and products.right.isfinite().all()):
+        raise NotSolved(
+            "what it reads or gives is not finite: its weights are damaged, or too large"
+        )
     change = _solved(products, blocks, ridge)
     if change is not None:
         return same_in_all(change)
     while (ridge := ridge * 10) <= MOST_RIDGE:
         if _solved(products, blocks, ridge) is not None:
             raise NotSolved(f"its least squares have no solution: --ridge {ridge:g} would do")
-    raise NotSolved("its least squares have no solution: its inputs are not finite, or all alike")
+    raise NotSolved(f"its least squares have no solution, even with --ridge {MOST_RIDGE:g}")
 
 
 def _solved(products: Products, blocks: tuple[int, ...], ridge: float) -> Tensor | None:
     gram = products.gram.double()
     diagonal = gram.diagonal()
-    means = [part.mean().expand(len(part)) for part in diagonal.split(blocks)]
-    diagonal.add_(ridge * torch.cat(means))
+    means = torch.stack([part.mean() for part in diagonal.split(blocks)])
+    means[means == 0] = 1.0
+    diagonal.add_(ridge * means.repeat_interleave(torch.tensor(blocks, device=means.device)))
     factor, failed = torch.linalg.cholesky_ex(gram)
     if int(failed):
         return None

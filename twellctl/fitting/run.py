@@ -92,6 +92,7 @@ def fit_weights(
             for done in walk.run(progress)
         ]
         held = walk.held_out()
+    held.refuse_broken(checkpoint.config["vocab_size"])
     seconds, kept = time.monotonic() - began, walk.num_kept
     return Fitted(rank, fitted.numel(), fit.density, layers, held, seconds, kept)
 

@@ -62,8 +62,12 @@ def take_steps(
 ) -> tuple[GatedFfn, Tensor]:
     """(FFN, map `[K, K]`) after the steps; the map acts on `z` times `relu(direction . z)`.
 
-    `density` is the share of the neurons that fires with `ffn`, and stays what fires.
+    `density` is the share of the neurons that fires with `ffn`, and stays what fires. Where nothing
+    is wanted, or nothing fires, there are no steps.
     """
+    mean_wanted = _mean_wanted(text)
+    if not (mean_wanted > 0 and density > 0):
+        return ffn, full_map
     trained = {name: value.clone() for name, value in vars(ffn).items() if value is not None}
     trained[MAP] = full_map.clone()
     rates = _rates(trained, steps.rate)
@@ -72,7 +76,7 @@ def take_steps(
     generator = torch.Generator(text.z.device).manual_seed(steps.seed)
     world = torch.distributed.get_world_size() if is_one_of_several() else 1
     batch = max(1, steps.tokens // world)
-    scale, price = _mean_wanted(text) * batch, _Price(density, full_map.device)
+    scale, price = mean_wanted * batch, _Price(density, full_map.device)
     for number in range(steps.number):
         picked = torch.randint(len(text), (batch,), generator=generator, device=full_map.device)
         per_neuron = price.value / (batch * len(ffn.gate) * density)

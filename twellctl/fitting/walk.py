@@ -8,6 +8,7 @@ The walk knows states, text that processes share, memory and resuming. What is d
 method's (`method.py`).
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from twellctl.here.processes import from_all, is_one_of_several, sum_over_proces
 TOKENS_AT_ONCE = {"cuda": 16384, "cpu": 2048}  # of a forward of one layer
 LOGIT_TOKENS = 2048
 LOOKED_AT = 16  # windows, at most, that a method looks at first
+MOST_AWAY = 10.0  # times their length, on held-out text: states that differ by more are noise
+WORSE = 0.1  # nats that a model which guesses may have lost
+ANEW = "start again with --overwrite and more --tokens, a higher --density or a lower --step-rate"
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,16 @@ class HeldOut:
     source_cross_entropy: float
     kl: float
     same_token: float
+
+    def refuse_broken(self, vocabulary: int) -> None:
+        """`TwellError` for a model that is worse than its source, and than guessing."""
+        guessing = math.log(vocabulary)
+        if not self.cross_entropy <= max(self.source_cross_entropy + WORSE, guessing):
+            raise TwellError(
+                f"the fitted model is broken: its cross-entropy on held-out text is "
+                f"{self.cross_entropy:.2f}, that of its source {self.source_cross_entropy:.2f}, "
+                f"that of guessing {guessing:.2f}: {ANEW}"
+            )
 
 
 @dataclass(frozen=True)
@@ -114,7 +128,13 @@ class Walk:
             change = self._changed(index, block, before)
         block.put(change.tensors)
         block.advance()
-        return Walked(change.figures, self._states_differ())
+        differ = self._states_differ()
+        if not differ <= MOST_AWAY:  # nor is it NaN
+            raise TwellError(
+                f"layer {index} is broken: hidden states after it differ from the original's by "
+                f"{differ:.3g} times their length on held-out text: {ANEW}"
+            )
+        return Walked(change.figures, differ)
 
     def _changed(self, index: int, block: Block, before: Sequence[Figures]) -> Change:
         try:

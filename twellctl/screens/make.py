@@ -45,7 +45,7 @@ def _only_converted(done: Any, model: str) -> None:
 
 def _fitted_model(done: Any) -> None:
     """The whole of a fitted model: density, and the distance to the source on held-out text."""
-    from twellctl.screens.advice import MET  # imported here so that --help does not load it
+    from twellctl.screens.advice import FAR_KL, MET  # imported here: --help does not load it
 
     fitted, held_out = done.fitted, done.fitted.held_out
     ui.say(
@@ -68,6 +68,11 @@ def _fitted_model(done: Any) -> None:
         f"{held_out.same_token:.2%}, cross-entropy {held_out.cross_entropy:.4f} (source "
         f"{held_out.source_cross_entropy:.4f})"
     )
+    if held_out.kl > FAR_KL:
+        ui.note(
+            f"KL {held_out.kl:.2f} is far from the source: few answers will be right. Fit on more "
+            "text, or ask for a higher --density"
+        )
 
 
 def _fitted_layers(fitted: Any) -> None:
