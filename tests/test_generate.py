@@ -28,6 +28,7 @@ from twellctl.generate import Chat, Generation, generate, load
 from twellctl.models import loading
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.profile import profile
+from twellctl.screens import ui
 from twellctl.screens.use import generated
 from twellctl.text.tokens import encode_prompt
 
@@ -336,7 +337,7 @@ def test_an_answer_that_is_stopped_stays_in_the_chat(loaded):
     assert list(chat.ask("And?"))
 
 
-def test_a_conversation_that_fills_the_context(loaded, say, capsys):
+def test_a_conversation_that_fills_the_context(loaded, say):
     chat = Chat(loaded, max_tokens=1000)
     with pytest.raises(TwellError, match="there is room for 256 with the answer"):
         list(chat.ask("So " * 300))
@@ -344,17 +345,23 @@ def test_a_conversation_that_fills_the_context(loaded, say, capsys):
     with pytest.raises(TwellError, match="fills the context, 256 tokens: /new starts over"):
         list(chat.ask("So " * 300))
     assert len(chat.messages) == 2
-    texts = ["So " * times for times in range(300)]
-    long = [t for t in texts if len(encode_prompt(loaded.tokenizer, t, True)) < 256][-1]
-    for text, most, is_full in ((long, 1000, True), ("Why?", 1, False)):
-        made = loaded.generate([{"role": "user", "content": text}], max_tokens=most)
-        made.text()
-        assert (made.figures.cut, made.figures.full) == (True, is_full)
-        generated(made.figures)
-        assert ("cut where the context ends" in capsys.readouterr().err) == is_full
     code, _, err = say("So " * 300, "Why?")
     assert (code, "room for 256" in err[-1]) == (1, True)
     assert say(b"\xff\n")[2][-1] == "error: stdin is not UTF-8 (byte 0): convert it"
+
+
+def test_an_answer_says_what_cut_it(loaded, monkeypatch):
+    notes = []
+    monkeypatch.setattr(ui, "note", notes.append)
+    texts = ["So " * times for times in range(300)]
+    long = [t for t in texts if len(encode_prompt(loaded.tokenizer, t, True)) < 256][-1]
+    for text, most, said in ((long, 1000, "where the context ends"), ("Why?", 1, "--max-tokens")):
+        made = loaded.generate([{"role": "user", "content": text}], max_tokens=most)
+        made.text()
+        assert made.figures.cut
+        assert made.figures.full == (text == long)
+        generated(made.figures)
+        assert notes[-1].endswith(said)
 
 
 def test_a_model_without_a_template_is_refused(loaded, monkeypatch):
