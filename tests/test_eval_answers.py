@@ -1,6 +1,7 @@
 """eval on answers: what a model writes for tasks, and how far two models agree on answers."""
 
 import math
+import re
 import shutil
 import sys
 
@@ -64,6 +65,24 @@ def test_prompts_without_room_are_left_out_and_counted(success, silu_llama, tmp_
     tasks = jsonl(tmp_path / "t.jsonl", rows)
     _, err = success("eval", silu_llama, "--tasks", tasks)
     assert "1 question without an answer: the model's context is too short" in "".join(err)
+
+
+def test_a_prompt_that_the_template_refuses_is_left_out(success, silu_llama, tmp_path, caplog):
+    model = shutil.copytree(silu_llama, tmp_path / "model")
+    template = "{% if messages[0].content == 'No' %}{{ raise_exception('no') }}{% endif %}Why?"
+    (model / "chat_template.jinja").write_text(template)
+    rows = [{"prompt": "No", "answer": "x"}, {"prompt": "Why?", "answer": "x"}]
+    file = jsonl(tmp_path / "p.jsonl", rows)
+    few = "--max-tokens", 4
+    out, _ = success("compare", model, model, "--prompts", file, *few)
+    assert "the same to the end" in out.splitlines()[1]
+    success("eval", model, "--tasks", file, *few)
+    success("eval", model, "--reference", model, "--prompts", file)
+    success("write", model, tmp_path / "own.jsonl", "--prompts", file, *few)
+    said = re.compile("1 of 2 (prompts|questions, which count as wrong,) are left out; the first: ")
+    reasons = [r.getMessage() for r in caplog.records if said.match(r.getMessage())]
+    assert len(reasons) == 4
+    assert all("the chat template refuses these messages: no" in reason for reason in reasons)
 
 
 def test_an_answer_that_loops_is_known():

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import random
+import re
 
 import pyarrow
 import pytest
@@ -201,17 +202,27 @@ def without(key: str) -> str:
         (json.dumps(CODE | {"entry_point": "f()"}), "entry_point must be the name of a function"),
         (json.dumps(CODE | {"entry_point": "a b"}), "entry_point must be the name of a function"),
         (json.dumps({"query": "q", "choices": ["a", "b"]}), r"no 'gold', as in \{\"query\": .*1\}"),
-        (json.dumps(SUM), "is a question of another kind than the first one"),
+        (json.dumps(SUM), "is a question of another kind than most"),
+        (json.dumps({"choices": {"text": 3, "label": []}}), "it has no 'query'"),
+        (json.dumps({"code": "f", "test_list": [], "test_imports": 3}), "it has none of"),
         ("[]", r"a question must be a JSON object, got \[\]"),
         ("{", "not valid JSON"),
     ],
 )
-def test_a_bad_question_is_named_by_file_and_line(tmp_path, line, said):
+def test_a_bad_question_is_named_by_file_and_line_and_left_out(tmp_path, caplog, line, said):
     file = tmp_path / "task.jsonl"
-    file.write_text(json.dumps(GOOD) + "\n\n" + line + "\n")
+    file.write_text("\n\n" + line + "\n" + (json.dumps(GOOD) + "\n") * 2)
     remedy = "(correct or leave|put each kind|each line must)"
-    with pytest.raises(TwellError, match=rf"task\.jsonl:3:? .*{said}.*: {remedy}"):
-        read_tasks([str(file)], limit=1)
+    (task,) = read_tasks([str(file)], limit=1)
+    assert [question.where for question in task.questions] == [f"{file}:4"]
+    left_out = rf"1 of 3 (rows|questions) of {file} are left out; the first: "
+    assert re.search(rf"{left_out}{file}:3:? .*{said}.*: {remedy}", caplog.text)
+
+
+def test_a_file_of_bad_questions_is_refused(tmp_path):
+    file = jsonl(tmp_path / "task.jsonl", [{"query": "Q"}, {"choices": []}])
+    with pytest.raises(TwellError, match=r"task\.jsonl:1: it has none of .*: correct or leave"):
+        read_tasks([file])
 
 
 @pytest.mark.parametrize(

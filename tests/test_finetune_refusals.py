@@ -24,10 +24,10 @@ pytestmark = pytest.mark.usefixtures("no_answers")
     ("name", "content", "said"),
     [
         ("latin1.txt", b"d\xe9j\xe0", "not valid UTF-8"),
-        ("latin1.jsonl", b'{"text": "fine"}\n{"text": "d\xe9j\xe0"}\n', ":2 is not valid UTF-8"),
+        ("latin1.jsonl", b'\n{"text": "d\xe9j\xe0"}\n', ":2 is not valid UTF-8"),
         ("empty.txt", b"", "holds no text"),
         ("empty.jsonl", b"\n", "holds no text"),
-        ("broken.jsonl", b'{"text": "fine"}\n{"text": \n', ":2 is not valid JSON"),
+        ("broken.jsonl", b'\n{"text": \n', ":2 is not valid JSON"),
         ("column.jsonl", b'{"body": "fine"}\n', "--text-column"),
         ("broken.parquet", b"PAR1", "not a readable parquet"),
         ("text.docx", b"PK", "none of .jsonl"),

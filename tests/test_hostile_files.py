@@ -15,6 +15,7 @@ from twellctl.export import export
 from twellctl.firing.profiled import read_profile
 from twellctl.generate import load
 from twellctl.models.shards import INDEX, read_header, read_shards
+from twellctl.text.reading import read_texts
 from twellctl.training.recipe import resolve_recipe
 
 A, B = "a.weight", "b.weight"
@@ -175,8 +176,10 @@ def test_recipes(tmp_path, text, said):
 def test_rows(relu_llama, tmp_path, refusal, line, said):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "fine", "score": NaN}\n' + line + b"\n")
+    assert list(read_texts([str(path)], "text")) == ["fine"]
+    path.write_bytes(line + b"\n")
     refused = refusal("profile", relu_llama, "--data", path, "--seq-len", "8")
-    assert f"{path}:2" in refused
+    assert f"{path}:1" in refused
     assert said in refused
     assert len(refused) < 1000
 

@@ -184,7 +184,8 @@ def test_rows_without_a_prompt_are_left_out_and_counted(tmp_path, caplog):
     empty = [{"prompt": ""}, {"prompt": None}, {"prompt": " "}, {"text": "so"}, {"messages": []}]
     path.write_text("\n".join(map(json.dumps, [{"prompt": "hi"}, *empty, {"prompt": "ho"}])))
     assert [chat[-1]["content"] for chat in read_prompts(path)] == ["hi", "ho"]
-    assert f"{path}: 5 of 7 rows hold no prompt and are left out" in caplog.text
+    said = f"5 of 7 rows of {path} are left out; the first: {path}:2 must have a prompt"
+    assert said in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,8 @@ def test_rows_without_text_are_left_out_and_counted(tmp_path, caplog):
     path = tmp_path / "a.jsonl"
     path.write_bytes(rows("one", None, "", "two") + b'{"other": 3}\n')
     assert list(read_texts([str(path)], "text")) == ["one", "two"]
-    assert f"{path}: 3 of 5 rows hold no text" in caplog.text
+    said = f"3 of 5 rows of {path} are left out; the first: {path}:2 has no text in 'text'"
+    assert said in caplog.text
     path.write_text('{"other": 3, "body": "x"}\n{"text": null}')
     with pytest.raises(TwellError, match=r"a\.jsonl:1 has no text in 'text', only other, body: "):
         list(read_texts([str(path)], "text"))
@@ -314,9 +316,39 @@ def test_what_is_no_text_is_named_with_its_place(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": list(range(3000))}), path)
     with pytest.raises(TwellError, match="row 0: 'text' must be a text, got 0: correct"):
         list(read_texts([str(path)], "text"))
-    (tmp_path / "a.jsonl").write_bytes(rows("so", 3))
-    with pytest.raises(TwellError, match=r"a.jsonl:2: 'text' must be a text, got 3: correct"):
+    (tmp_path / "a.jsonl").write_bytes(rows(4, 3))
+    with pytest.raises(TwellError, match=r"a.jsonl:1: 'text' must be a text, got 4: correct"):
         list(read_texts([str(tmp_path / "a.jsonl")], "text"))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (b'{"text": "cut', "is not valid JSON (Invalid control character"),
+        (b'{"text": "\xff"}', "is not valid UTF-8 (byte 10)"),
+        (b'{"text": 3}', ": 'text' must be a text, got 3"),
+        (b"[1, 2]", "is [1, 2]: each row must be an object"),
+        (b'{"messages": [3]}', ": messages must be objects"),
+        (b'{"prompt": 3, "completion": "x"}', ": a question and its answer must be texts"),
+        (b'{"text": "\\ud83d"}', "is not valid JSON (it holds the lone surrogate"),
+    ],
+)
+def test_one_bad_row_is_left_out(tmp_path, tokenizer, caplog, row, said):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join([rows("one").rstrip(), row, rows("two")]))
+    assert list(read_texts([str(path)], "text", tokenizer)) == ["one", "two"]
+    assert f"1 of 3 rows of {path} are left out; the first: {path}:2" in caplog.text
+    assert said in caplog.text
+
+
+def test_an_empty_file_is_left_out(tmp_path, caplog):
+    for name, content in (("a.txt", b""), ("b.jsonl", rows("so")), ("c.txt", b"\xff")):
+        (tmp_path / name).write_bytes(content)
+    assert list(read_texts([str(tmp_path)], "text")) == ["so"]
+    assert "2 of 3 files of text are left out; the first: " in caplog.text
+    assert "a.txt holds no text" in caplog.text
+    with pytest.raises(TwellError, match=r"a\.txt holds no text: give a file with text"):
+        list(read_texts([str(tmp_path / "a.txt")], "text"))
 
 
 def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch):

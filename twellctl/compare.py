@@ -84,7 +84,7 @@ def compare(
         doing(f"loading {model.checkpoint.name}")
         models.append(model.load(default_device()))
     one, other = models
-    encoded = [one.encoded(prompt) for prompt in asked]
+    encoded = one.all_encoded(asked)
     found = []
     for model in models:
         doing(f"{model.checkpoint.name} answers {counted(len(asked), 'prompt')}")
@@ -93,7 +93,8 @@ def compare(
     score = score_answers(other.model, one.model, encoded, *found)
     rows = list(zip(texts, *found, strict=True))
     pairs = tuple(_pair(*row) for row in rows if row[1].tokens)
-    return Compared((str(base), str(sparse)), pairs, score, left_out=len(rows) - len(pairs))
+    num_asked = sum(map(bool, encoded))
+    return Compared((str(base), str(sparse)), pairs, score, left_out=num_asked - len(pairs))
 
 
 def _pair(prompt: str, one: Answer, other: Answer) -> Pair:

@@ -2,7 +2,11 @@
 
 import re
 import reprlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 _LONGEST = 1000  # characters of a message: what others wrote may be of any length
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what a name that is not UTF-8 has in Python
 _shown = reprlib.Repr()
@@ -26,6 +30,36 @@ class UsageError(TwellError):
     """The call itself is wrong (a flag's value, two flags that exclude each other); exits 2."""
 
     exit_code = 2
+
+
+class LeftOut(TwellError):
+    """One of several rows, prompts, questions or files cannot be used; the others still can."""
+
+
+def usable(
+    items: Iterable[Item], read: Callable[[Item], Made], say: Callable[[str], None], what: str
+) -> Iterator[Made]:
+    """What `read` makes of each of `items`, without those for which it raises `LeftOut`.
+
+    These are counted in one line to `say`, with the first one's reason; `what` they are. If there
+    is no other, the first one's error is raised.
+    """
+    num_out = count = 0
+    first: LeftOut | None = None
+    try:
+        for item in items:
+            count += 1
+            try:
+                made = read(item)
+            except LeftOut as error:
+                num_out, first = num_out + 1, first or error
+            else:
+                yield made
+    finally:  # also where the rest is not wanted
+        if first is not None and num_out < count:
+            say(f"{num_out} of {count} {what} are left out; the first: {first}")
+    if first is not None and num_out == count:
+        raise first
 
 
 def reason(error: BaseException) -> str:

@@ -151,8 +151,9 @@ def _score_text(
 
 
 def _note_unanswered(wrote: Wrote, note: Doing) -> None:
-    """Note questions whose prompt fills the context; they count as wrong."""
-    if num_long := sum(not answer.tokens for answer in wrote.answers):
+    """Note questions whose prompt fills the context; they count as wrong, as do those without."""
+    pairs = zip(wrote.prompts, wrote.answers, strict=True)
+    if num_long := sum(bool(prompt) and not answer.tokens for prompt, answer in pairs):
         note(f"{counted(num_long, 'question')} without an answer: the model's context is too short")
 
 
@@ -207,7 +208,7 @@ def _agreement(
     if not prompts and wrote[0].prompts:
         return _agreement_on_tasks(own, other, *wrote)
     if prompts:
-        encoded = [own.encoded(prompt) for prompt in prompts]
+        encoded = own.all_encoded(prompts)
     else:
         encoded = prompts_in(own.tokenizer, text.ids) if text is not None else []
     if not encoded:
@@ -217,7 +218,8 @@ def _agreement(
 
 def _agreement_on_tasks(own: Subject, other: Subject, ours: Wrote, theirs: Wrote) -> AnswerScore:
     """On `COMPARED_ANSWERS` of the answers to tasks, which both models have written already."""
-    places = spread(range(len(ours.prompts)), COMPARED_ANSWERS)
+    answered = [i for i, answer in enumerate(theirs.answers) if answer.tokens]
+    places = spread(answered, COMPARED_ANSWERS)
     return score_answers(
         own.model,
         other.model,

@@ -6,6 +6,7 @@ answers. So the model itself answers prompts, many at a time.
 
 import contextlib
 import dataclasses
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from twellctl.errors import TwellError, UsageError, counted
+from twellctl.errors import LeftOut, TwellError, UsageError, counted, usable
 from twellctl.files.home import from_home
 from twellctl.files.made_of import digest_of
 from twellctl.files.outputs import check_file, open_again
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from twellctl.decoding.bulk import Bulk
     from twellctl.decoding.sequence import Sequence
 
+logger = logging.getLogger(__name__)
 MAX_TOKENS = 512  # of an answer, by default
 _PATIENCE = 100  # texts in a row without a word
 _SHOWN_EVERY = 1.0  # seconds
@@ -208,7 +210,10 @@ class _Answers:
         vocabulary: int | None,
         how: Writing,
     ):
-        """`TwellError` where there is no chat template, or one that does not take a prompt."""
+        """Prompts that the chat template does not take are left out, and counted in the log.
+
+        `TwellError` if it takes none, or is not there.
+        """
         self.tokenizer, self._vocabulary, self._how = tokenizer, vocabulary, how
         # when all are answered they are answered again, with other samples
         self._again = how.tokens is not None and how.temperature > 0
@@ -221,7 +226,8 @@ class _Answers:
         self.written: set[int] = set()  # the numbers of texts that are not begun again
         self._num_begun, self._max_tokens = 0, how.max_tokens or MAX_TOKENS
         self._left: list[_Prompt] = []  # of this pass
-        self._prompts = [self._begins(*prompt) for prompt in enumerate(prompts, 1)]
+        begun = usable(enumerate(prompts, 1), self._begins, logger.warning, "prompts")
+        self._prompts = list(begun)
 
     def fit_into(self, context: int | None) -> None:
         """Limit texts to `context` tokens; None: there is no limit.
@@ -299,15 +305,18 @@ class _Answers:
     def _decoded(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
-    def _begins(self, number: int, messages: Messages) -> "_Prompt":
+    def _begins(self, prompt: tuple[int, Messages]) -> "_Prompt":
+        number, messages = prompt
         try:
             text = opened_chat(self.tokenizer, messages)
-            tokens = encode_written(self.tokenizer, text)
-            if not tokens:
-                raise TwellError("the chat template makes no token of it: correct the template")
-            check_ids(max(tokens), self._vocabulary)
-        except TwellError as error:
-            raise TwellError(f"prompt {number}: {error}") from error
+        except LeftOut as error:
+            raise LeftOut(f"prompt {number}: {error}") from error
+        tokens = encode_written(self.tokenizer, text)
+        if not tokens:
+            raise LeftOut(
+                f"prompt {number}: the chat template makes no token of it: correct the template"
+            )
+        check_ids(max(tokens), self._vocabulary)
         return _Prompt(messages, text, tokens)
 
 

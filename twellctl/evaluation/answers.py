@@ -4,6 +4,7 @@ The one place where evaluation generates.
 """
 
 import gc
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -87,16 +88,14 @@ def _most_tokens(
     model: PreTrainedModel, prompts: Sequence[list[int]], max_tokens: int
 ) -> list[int]:
     """For each prompt `max_tokens`, or what it leaves of the context."""
-    context = context_of(model.config.get_text_config().to_dict())
-    if context is None:
-        return [max_tokens] * len(prompts)
-    shortest = min(map(len, prompts))
+    context = context_of(model.config.get_text_config().to_dict()) or sys.maxsize
+    shortest = min(map(len, filter(None, prompts)))
     if shortest >= context:
         raise TwellError(
             f"a prompt of {shortest} tokens leaves no room for an answer: the model's context is "
             f"{context}; leave it out"
         )
-    return [max(0, min(max_tokens, context - len(prompt))) for prompt in prompts]
+    return [max(0, min(max_tokens, context - len(one))) if one else 0 for one in prompts]
 
 
 def _one_by_one(

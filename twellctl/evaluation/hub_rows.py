@@ -16,7 +16,8 @@ def as_task_row(row: dict[str, Any]) -> dict[str, Any]:
     """`row` itself, or what a row of the hub asks, with the keys that `questions` reads."""
     if "choices" in row:
         return _with_gold(_as_choices(row))
-    if "tests" not in row and isinstance(row.get("test_list"), list) and "code" in row:
+    lists = row.get("test_list"), row.get("test_imports", [])
+    if "tests" not in row and all(isinstance(part, list) for part in lists) and "code" in row:
         return _from_mbpp(row)
     if "tests" not in row and isinstance(row.get("test"), str):
         return row | {"tests": row["test"]}
@@ -70,8 +71,9 @@ def _as_choices(row: dict[str, Any]) -> dict[str, Any]:
     made = {"query": row["query"]} if "query" in row else {}
     if "query" not in row and isinstance(row.get("question"), str):
         made["query"] = _ASK.format(row["question"])
-    if isinstance(choices, dict) and {"text", "label"} <= choices.keys():
-        texts, labels = list(choices["text"]), list(choices["label"])
+    by_name = choices if isinstance(choices, dict) else {}
+    texts, labels = by_name.get("text"), by_name.get("label")
+    if isinstance(texts, list) and isinstance(labels, list):
         gold = labels.index(row["answerKey"]) if row.get("answerKey") in labels else None
         return made | {"choices": texts} | ({} if gold is None else {"gold": gold})
     if "query" not in row and "gold" not in row and "answer" in row:

@@ -11,6 +11,8 @@ is the place of the right choice, from 0. `match` says when what a model writes 
 """
 
 import ast
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +20,16 @@ from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
 
 import regex
 
-from twellctl.errors import TwellError, UsageError, bounded, reason, shown
+from twellctl.errors import LeftOut, TwellError, UsageError, bounded, reason, shown, usable
 from twellctl.evaluation import limited, programs
 from twellctl.evaluation.hub_rows import as_task_row, solution_in
 from twellctl.evaluation.settings import Progress
 from twellctl.evaluation.written import answer_number
 from twellctl.files.home import from_home
-from twellctl.text.files import OF_ROWS, kind_of, read_rows
+from twellctl.text.files import OF_ROWS, checked, kind_of, read_rows
 from twellctl.text.thinking import final_answer
 
+logger = logging.getLogger(__name__)
 PATTERN_SECONDS = 1.0  # that a pattern may take on an answer
 _REMEDY = "correct or leave out this row"
 _EXAMPLES = {
@@ -108,7 +111,8 @@ def is_in_own_words(task: Task[AnyQuestion]) -> TypeGuard[Task[InOwnWords]]:
 def read_tasks(paths: Sequence[str], limit: int | None = None) -> tuple[Task[AnyQuestion], ...]:
     """The tasks in files and folders of them, the first `limit` questions of each.
 
-    `TwellError` names file and line of what is wrong, also of questions after the limit.
+    Rows that are no questions, or of another kind than most of their file, are left out and counted
+    in the log, also after the limit. `TwellError` if a file holds nothing else.
     """
     if not all(paths):
         raise UsageError("an empty name was given for a task: name a file or folder")
@@ -134,24 +138,29 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read_task(file: Path, limit: int | None) -> Task[AnyQuestion]:
-    questions: list[AnyQuestion] = []
-    for where, row in read_rows(file, None):
-        questions.append(_question(row, where))
-        if type(questions[-1]) is not type(questions[0]):
-            raise TwellError(
-                f"{where} is a question of another kind than the first one of its file: put each "
+    def of_most(question: AnyQuestion) -> AnyQuestion:
+        if type(question) is not most:
+            raise LeftOut(
+                f"{question.where} is a question of another kind than most of its file: put each "
                 "kind in a file of its own"
             )
-    if not questions:
+        return question
+
+    rows = read_rows(file, None)
+    read = list(usable(rows, _question, logger.warning, f"rows of {file}"))
+    if not read:
         raise TwellError(f"{file} holds no question: give a file with some, or leave it out")
+    ((most, _),) = Counter(map(type, read)).most_common(1)
+    questions = list(usable(read, of_most, logger.warning, f"questions of {file}"))
     return Task(file.stem.removesuffix(kind_of(file)), tuple(questions[:limit]))
 
 
-def _question(row: Any, where: str) -> AnyQuestion:
+def _question(found: tuple[str, Any]) -> AnyQuestion:
+    where, row = found[0], checked(found[1])
     if isinstance(row, dict):  # each row of a table has all columns
         row = as_task_row({key: value for key, value in row.items() if value is not None})
     if (wrong := _what_is_wrong(row)) is not None:
-        raise TwellError(f"{where}: {wrong}: {_REMEDY}")
+        raise LeftOut(f"{where}: {wrong}: {_REMEDY}")
     if "choices" in row:
         return Question(row["query"], tuple(row["choices"]), row["gold"], where)
     if "answer" in row:

@@ -1,5 +1,6 @@
 """A model that is measured: opened, loaded, and asked in its own words or to choose."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twellctl.bundle.twell_model import lay_weights, put_over_twell, use_kernels
-from twellctl.errors import TwellError, counted
+from twellctl.errors import LeftOut, TwellError, counted, usable
 from twellctl.evaluation import choices, questions
 from twellctl.evaluation.answers import Answer, answers
 from twellctl.evaluation.questions import InOwnWords, Question, Task
@@ -22,6 +23,7 @@ from twellctl.models.loading import load_model, load_tokenizer
 from twellctl.text.thinking import leaves_thinking_open
 from twellctl.text.tokens import Messages, check_ids, encode_prompt, encode_written
 
+logger = logging.getLogger(__name__)
 _LAST_OF_PROMPT = 16  # tokens, in which the beginning of thinking is looked for
 _COMPARED = 10_000  # characters of each text that both tokenizers encode
 
@@ -103,8 +105,25 @@ class Subject(Opened):
     def encoded(self, prompt: str | Messages) -> list[int]:
         """The tokens of a prompt in the chat template."""
         tokens = encode_prompt(self.tokenizer, prompt)
-        check_ids(max(tokens, default=0), self.model.config.vocab_size)
+        if not tokens:
+            raise LeftOut("the chat template makes no token of it: correct the template")
+        check_ids(max(tokens), self.model.config.vocab_size)
         return tokens
+
+    def all_encoded(
+        self, prompts: Iterable[str | Messages], what: str = "prompts"
+    ) -> list[list[int]]:
+        """The tokens of each of `prompts`; none of those that the chat template does not take.
+
+        These are counted in the log, as `what` they are. `TwellError` if it takes none.
+        """
+        prompts = list(prompts)
+
+        def encoded(place: int) -> tuple[int, list[int]]:
+            return place, self.encoded(prompts[place])
+
+        found = dict(usable(range(len(prompts)), encoded, logger.warning, what))
+        return [found.get(place, []) for place in range(len(prompts))]
 
     def write(
         self, tasks: Sequence[Task[InOwnWords]], max_tokens: int, doing: Doing, progress: Progress
@@ -112,7 +131,7 @@ class Subject(Opened):
         """Its answers to the questions of `tasks`, in its own words."""
         name = self.checkpoint.name
         asked = [questions.prompt_of(question) for task in tasks for question in task.questions]
-        prompts = [self.encoded(prompt) for prompt in asked]
+        prompts = self.all_encoded(asked, "questions, which count as wrong,")
         if not prompts:
             return Wrote(name, [], [])
         doing(f"{name} answers {counted(len(prompts), 'question')}")

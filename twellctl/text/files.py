@@ -1,6 +1,7 @@
 """Text files: which there are, and their rows one by one, in bounded memory but for JSON arrays.
 
-What cannot be read ends in a `TwellError` that names file and line.
+What cannot be read ends in a `TwellError` that names file and line; of a row that is `LeftOut`, so
+that others are read.
 """
 
 import codecs
@@ -11,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from twellctl.errors import TwellError, UsageError, reason
+from twellctl.errors import LeftOut, TwellError, UsageError, reason
 from twellctl.files.home import from_home
 from twellctl.files.strict_json import parse_json
 from twellctl.text.rows import COLUMNS, some
@@ -118,6 +119,7 @@ def line_end(text: str, most: int) -> int:
 def read_rows(path: Path, text_column: str | None) -> Iterator[tuple[str, Any]]:
     """(where it stands, the row) of each row of a jsonl, JSON, parquet or Arrow file.
 
+    A row that is no JSON is the `LeftOut` that says so, which `checked` raises.
     Of a table only the column `text_column` is read, or those of `COLUMNS` if it has none of that
     name; None: all.
     """
@@ -134,13 +136,24 @@ def read_rows(path: Path, text_column: str | None) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        try:
-            row = parse_json(_decoded(line, where), finite=False)
-        except ValueError as error:
-            raise TwellError(
-                f"{where} is not valid JSON ({reason(error)}): each line must hold one object"
-            ) from error
-        yield where, row
+        yield where, _row_of(line, where)
+
+
+def _row_of(line: bytes, where: str) -> Any:
+    try:
+        return parse_json(_decoded(line, where), finite=False)
+    except ValueError as error:
+        said = f"{where} is not valid JSON ({reason(error)}): each line must hold one object"
+        return LeftOut(said)
+    except LeftOut as error:
+        return error
+
+
+def checked(row: Any) -> Any:
+    """A row of `read_rows`; raises it if it is none."""
+    if isinstance(row, LeftOut):
+        raise row
+    return row
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -279,7 +292,5 @@ def _decoded(content: bytes, where: str) -> str:
         raise _no_utf8(where, error.start) from error
 
 
-def _no_utf8(where: str, place: int) -> TwellError:
-    return TwellError(
-        f"{where} is not valid UTF-8 (byte {place}): convert it with 'iconv -t utf-8'"
-    )
+def _no_utf8(where: str, place: int) -> LeftOut:
+    return LeftOut(f"{where} is not valid UTF-8 (byte {place}): convert it with 'iconv -t utf-8'")

@@ -2,11 +2,11 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import LeftOut, TwellError, UsageError, usable
 from twellctl.files.home import from_home
 from twellctl.text.files import (
     OF_ROWS,
@@ -14,6 +14,7 @@ from twellctl.text.files import (
     PIECE,
     TABLES,
     More,
+    checked,
     kind_of,
     line_end,
     lines_of,
@@ -22,7 +23,7 @@ from twellctl.text.files import (
     read_txt,
     text_files,
 )
-from twellctl.text.rows import NoText, row_prompt, row_text
+from twellctl.text.rows import row_prompt, row_text
 from twellctl.text.tokens import Messages
 
 __all__ = ["estimated_text_bytes", "read_texts", "text_files"]
@@ -37,31 +38,32 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
 
     A txt file is one text; jsonl, JSON arrays, parquet and Arrow hold one a row, in any of the
     forms of `row_text`. A long text comes in pieces, of which all but the first are `More`. Rows
-    without text are left out, and counted in the log. `TwellError` names file and line of what is
-    wrong, and a file without any text.
+    and files that hold no text, or cannot be read, are left out, and counted in the log. If there
+    is nothing else, a `TwellError` names file and line of the first.
     """
-    for path in text_files(paths):
-        some = False
-        for text in _texts(path, text_column, tokenizer):
-            if text:
-                some = True
-                yield text
-        if not some:
-            raise TwellError(f"{path} holds no text: give a file with text, or leave it out")
+
+    def texts_of(path: Path) -> Iterator[str]:
+        texts = filter(None, _texts(path, text_column, tokenizer))
+        if (first := next(texts, None)) is None:
+            raise LeftOut(f"{path} holds no text: give a file with text, or leave it out")
+        return chain([first], texts)
+
+    for texts in usable(text_files(paths), texts_of, logger.warning, "files of text"):
+        yield from texts
 
 
 def read_prompts(path: str | Path) -> list[Messages]:
     """The messages up to a user's of each row of a file (`row_prompt`).
 
-    The file is jsonl, JSON, parquet or Arrow. Rows without any are left out, and counted in the
-    log. `TwellError` names file and line of what is wrong.
+    The file is jsonl, JSON, parquet or Arrow. Rows without any, or that cannot be read, are left
+    out, and counted in the log. `TwellError` if there is no other.
     """
     path = from_home(path)
     if kind_of(path) not in OF_ROWS:
         raise UsageError(
             f"{path} is not a jsonl, JSON, parquet or Arrow file: give one with prompts as rows"
         )
-    found = list(_held(path, read_rows(path, ""), row_prompt, "prompt"))
+    found = list(_held(path, read_rows(path, ""), row_prompt))
     if not found:
         raise TwellError(f"{path} holds no prompt: give a file with some")
     return found
@@ -71,28 +73,22 @@ def _held(
     path: Path,
     rows: Iterator[tuple[str, Any]],
     read: Callable[[Any, str], Held],
-    what: str,
 ) -> Iterator[Held]:
-    """What `read` finds in each row. Rows that hold none are counted in the log.
+    """What `read` finds in each row. Those that are left out are counted in the log."""
 
-    If no row holds any, the first one's reason is the `TwellError`.
-    """
-    without, count, first = 0, 0, None
-    for where, row in rows:
-        count += 1
-        try:
-            yield read(row, where)
-        except NoText as error:
-            without, first = without + 1, first or error
-    if without and without == count:
-        raise TwellError(str(first))
-    if without:
-        logger.warning("%s: %d of %d rows hold no %s and are left out", path, without, count, what)
+    def found(row: tuple[str, Any]) -> Held:
+        return read(checked(row[1]), row[0])
+
+    return usable(rows, found, logger.warning, f"rows of {path}")
 
 
 def estimated_text_bytes(paths: list[str], text_column: str, tokenizer: Any = None) -> float:
     """Bytes of all texts that `read_texts` gives, in UTF-8: by the first rows of each file."""
-    return sum(_text_bytes(path, text_column, tokenizer) for path in text_files(paths))
+
+    def size(path: Path) -> float:
+        return _text_bytes(path, text_column, tokenizer)
+
+    return sum(usable(text_files(paths), size, lambda said: None, "files of text"))
 
 
 def _texts(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
@@ -103,7 +99,7 @@ def _texts(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
     def text_of(row: Any, where: str) -> str:
         return row_text(row, text_column, tokenizer, where)
 
-    for text in _held(path, read_rows(path, text_column), text_of, "text"):
+    for text in _held(path, read_rows(path, text_column), text_of):
         yield from _pieces(text)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from twellctl.errors import TwellError, bounded, shown
+from twellctl.errors import LeftOut, TwellError, bounded, shown
 from twellctl.text.tokens import Message, Messages, chat_text
 from twellctl.text.written import is_written, written_text
 
@@ -26,12 +26,8 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": 
 _ROLES |= {"function": "tool", "observation": "tool", "function_call": "assistant"}
 
 
-class NoText(Exception):
-    """A row that holds no text; the message is for the case that no other one does."""
-
-
 def row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
-    """The text of `row`; raises `NoText`, and `TwellError` for what is wrong in it.
+    """The text of `row`; raises `LeftOut` if it holds none, or something that is wrong.
 
     What `twellctl write` wrote; else that in `text_column`; a chat (`messages` of role and content,
     or ShareGPT's `conversations` of from and value); or a question and its answer, as a chat where
@@ -48,7 +44,7 @@ def row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
     if turns := _chat_in(row, (text_column, *CHATS)):
         return _chat(_messages(row, turns, where), tokenizer, where)
     if value is not None and not isinstance(value, str | list):
-        raise TwellError(
+        raise LeftOut(
             f"{where}: {shown(text_column)} must be a text, got {shown(value)}: correct or leave "
             "out this row"
         )
@@ -57,7 +53,7 @@ def row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
         return _chat(_messages(row, turns, where), tokenizer, where)
     if question and answer:
         return _pair(row, question, answer, tokenizer, where)
-    raise NoText(_why_none(row, text_column, where))
+    raise LeftOut(_why_none(row, text_column, where))
 
 
 def row_prompt(row: Any, where: str) -> Messages:
@@ -71,7 +67,7 @@ def row_prompt(row: Any, where: str) -> Messages:
         asked = row[question]
         turns = asked if _is_chat(asked) else _said("user", _question(row, question, where))
     if turns is None:
-        raise NoText(
+        raise LeftOut(
             f"{where} must have a prompt, an instruction, a question or messages, it has "
             f"{some(row) or 'nothing'}"
         )
@@ -80,7 +76,7 @@ def row_prompt(row: Any, where: str) -> Messages:
         messages.pop()
     texts = [message.get("content") for message in messages]
     if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise NoText(f"{where} has no text of a user's that could be answered")
+        raise LeftOut(f"{where} has no text of a user's that could be answered")
     return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
@@ -94,7 +90,7 @@ def _as_object(row: Any, where: str) -> dict[str, Any]:
         return row
     if _is_chat(row):
         return {"messages": row}
-    raise TwellError(f"{where} is {shown(row)}: each row must be an object, or a list of messages")
+    raise LeftOut(f"{where} is {shown(row)}: each row must be an object, or a list of messages")
 
 
 def _chat_in(row: dict[str, Any], names: Iterable[str]) -> list[Any] | None:
@@ -130,7 +126,7 @@ def _pair(row: dict[str, Any], question: str, answer: str, tokenizer: Any, where
     if not _is_chat(asked):
         asked = _question(row, question, where)
     if not _is_chat(said) and not isinstance(said, str):
-        raise TwellError(f"{where}: a question and its answer must be texts: correct this row")
+        raise LeftOut(f"{where}: a question and its answer must be texts: correct this row")
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if not has_template and isinstance(asked, str) and isinstance(said, str):
         return ("" if answer == "completion" else "\n\n").join((asked, said))
@@ -148,7 +144,7 @@ def _question(row: dict[str, Any], name: str, where: str) -> str:
     details = DETAILS if name == "instruction" else ()
     parts = [row[name], *(row[detail] for detail in details if row.get(detail))]
     if not all(isinstance(part, str) for part in parts):
-        raise TwellError(f"{where}: a question and its answer must be texts: correct this row")
+        raise LeftOut(f"{where}: a question and its answer must be texts: correct this row")
     return "\n\n".join(parts)
 
 
@@ -163,7 +159,7 @@ def _messages(row: dict[str, Any], turns: list[Any], where: str) -> Messages:
 
 def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, dict):
-        raise TwellError(f"{where}: messages must be objects: correct or leave out this row")
+        raise LeftOut(f"{where}: messages must be objects: correct or leave out this row")
     made = dict(turn)
     if "role" not in made and "from" in made:
         made = {"role": made["from"], "content": made.get("value")}
@@ -178,7 +174,7 @@ def _text_of(part: Any, where: str) -> str:
     """The text of a part of a message's content."""
     text = part.get("text") if isinstance(part, dict) else part
     if not isinstance(text, str):
-        raise TwellError(f"{where}: a message holds more than text: leave out this row")
+        raise LeftOut(f"{where}: a message holds more than text: leave out this row")
     return text
 
 
@@ -188,4 +184,4 @@ def _chat(messages: Messages, tokenizer: Any, where: str) -> str:
     try:
         return chat_text(tokenizer, messages, opens_answer=False)
     except ValueError as error:
-        raise TwellError(f"{where}: {error}; correct or leave out this row") from error
+        raise LeftOut(f"{where}: {error}; correct or leave out this row") from error

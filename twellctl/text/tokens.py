@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from twellctl.errors import TwellError, reason
+from twellctl.errors import LeftOut, TwellError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +88,7 @@ def encode_prompt(
     """A user's message, or messages that end with one, as the chat template opens the answer.
 
     `chat` False: the last message is text that is continued; None: so where there is no template.
-    This knows what is `given`, too. `TwellError` says why it does not take the messages.
+    This knows what is `given`, too. `LeftOut` says why it does not take the messages.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if chat is False or (chat is None and tokenizer.chat_template is None):
@@ -97,11 +97,11 @@ def encode_prompt(
 
 
 def opened_chat(tokenizer: "PreTrainedTokenizerBase", messages: Messages, **given: Any) -> str:
-    """Messages as the chat template opens the answer; `TwellError` says why it does not."""
+    """Messages as the chat template opens the answer; `LeftOut` says why it does not."""
     try:
         return chat_text(tokenizer, messages, opens_answer=True, **given)
     except ValueError as error:
-        raise TwellError(str(error)) from error
+        raise LeftOut(str(error)) from error
 
 
 def encode_written(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
