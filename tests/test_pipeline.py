@@ -3,6 +3,7 @@
 That a killed one goes on is in test_killed.py.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from twellctl.cli.app import app
 from twellctl.cli.pipeline import _flags, _words
 from twellctl.evaluation.results import Evaluation
 from twellctl.models.verdict import Verdict
+from twellctl.text.written import hold_out
 
 pytestmark = pytest.mark.usefixtures("no_answers")
 
@@ -171,3 +173,32 @@ def test_wrong_files_are_refused_before_the_first_step(pipe, tmp_path, steps, sa
     assert len(err) == 1
     assert said in err[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_measures_are_taken_on_answers_that_no_model_was_made_from(tmp_path):
+    """All answers to one of 16 prompts; a run that is killed in between goes on."""
+    answers, held_out = tmp_path / "answers.jsonl", tmp_path / "held-out.jsonl"
+    steps = {"write": {}, "convert": {}, "finetune": {}, "eval": {}, "profile": {}}
+    data = {name: _words(name, "m", tmp_path, steps)[1].get("data") for name in steps}
+    assert data["convert"] == data["finetune"] == str(answers)
+    assert data["eval"] == data["profile"] == str(held_out)
+    chats = [[{"content": str(n % 40)}, {"content": f"{n}\u2028"}] for n in range(80)]
+    whole = "".join(
+        json.dumps({"messages": chat}, ensure_ascii=False, separators=(",", ":")) + "\n"
+        for chat in chats
+    )
+    answers.write_text(whole)
+    hold_out(answers, held_out)
+    made = answers.read_text(), held_out.read_text()
+    asked = [
+        {json.loads(line)["messages"][0]["content"] for line in text.split("\n")[:-1]}
+        for text in made
+    ]
+    assert asked[1] == {"0", "16", "32"}
+    assert not asked[0] & asked[1]
+    assert sorted((made[0] + made[1]).split("\n")) == sorted(whole.split("\n"))
+    hold_out(answers, held_out)
+    assert (answers.read_text(), held_out.read_text()) == made
+    answers.write_text(whole)
+    hold_out(answers, held_out)
+    assert (answers.read_text(), held_out.read_text()) == made

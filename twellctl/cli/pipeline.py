@@ -34,7 +34,7 @@ from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.verdict import Verdict
 from twellctl.screens import ui
 from twellctl.text.files import text_files
-from twellctl.text.written import is_unfinished
+from twellctl.text.written import hold_out, is_unfinished
 from twellctl.training.recipe import RECIPE_FILE, resolve_recipe, run_folder
 from twellctl.training.recipe import settings as settings_of
 
@@ -46,6 +46,7 @@ _MADE = {
     "profile": "profile.json",
     "export": "exported",
 }
+_HELD_OUT = "held-out.jsonl"  # answers that no model is made from
 _NOT_HERE = ("help", "help-all", "dry-run", "json", "resume")  # the last two are run's own
 _CHANGING = ("write", "convert", "finetune")  # later steps read what these made
 _MODELS = ("teacher", "reference")  # flags that name what a step reads
@@ -117,6 +118,8 @@ class _Pipeline:
                 self._check_files(name, made)
             if is_begun and not (name == "write" and is_unfinished(made)):
                 ui.note(f"{name}: {made} is there")
+                if name == "write":  # it may have been killed before that
+                    hold_out(made, self._out / _HELD_OUT)
             else:
                 self._take_one(name, made)
             if name == "eval" and not keep_going:
@@ -151,8 +154,12 @@ class _Pipeline:
         ui.note(f"{name}: twellctl {' '.join(map(ui.word, [name, *words]))}")
         begun = {"settings": _record(name, self._steps), "files": self._files(name)}
         self._save(name, begun)
+        if name == "write":
+            (self._out / _HELD_OUT).unlink(missing_ok=True)
         with self._commands[name].make_context(name, words, parent=self._root) as step:
             self._commands[name].invoke(step)
+        if name == "write":
+            hold_out(made, self._out / _HELD_OUT)
         self._save(name, begun | {"result": _digest(made)})
 
     def _save(self, name: str, begun: dict[str, Any]) -> None:
@@ -229,14 +236,15 @@ def _words(
     """How the command line of a step begins, and its flags: those given, and run's defaults.
 
     By default a step reads the newest model of the steps before it, and the answers that `write`
-    made.
+    made; one that measures reads those that were held out.
     """
     before = _before(name, steps)
     made = {one: str(out / file) for one, file in _MADE.items()}
     newest = next((made[one] for one in ("finetune", "convert") if one in before), model)
     given: Settings = {}
     if "write" in before and name != "export" and not {"tasks", "prompts"} & {*steps[name]}:
-        given["data"] = made["write"]
+        measures = name in ("eval", "profile")
+        given["data"] = str(out / _HELD_OUT) if measures else made["write"]
     match name:
         case "write":
             words = [model, made[name]]

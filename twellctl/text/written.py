@@ -19,11 +19,13 @@ from typing import Any
 
 from twellctl.errors import TwellError
 from twellctl.files.made_of import refuse_other
+from twellctl.files.outputs import write_file
 from twellctl.files.strict_json import parse_json
 
 WRITTEN = {"by": "twellctl write"}  # in each of its rows
 UNFINISHED = "unfinished"  # a key, the first one of rows while not all are there
 _BEGINS = f'{{"{UNFINISHED}": '.encode()
+HELD_OUT = 16  # of so many prompts the answers to one
 _REMEDY = "choose another name, or replace it with --overwrite"
 
 
@@ -133,6 +135,28 @@ def finish(path: Path, new: Path) -> None:
             row = parse_json(file.readline())
             ordered.write(_line({key: row[key] for key in row if key != UNFINISHED}))
     new.replace(path)
+
+
+def hold_out(path: Path, held_out: Path) -> None:
+    """Move the answers to 1 of `HELD_OUT` prompts from the finished file `path` to `held_out`.
+
+    Where that was done, nothing is; where it was killed in between, the rest.
+    """
+    rows = path.read_text(encoding="utf-8").split("\n")[:-1]
+    prompts: dict[str, int] = {}
+    for row in rows:
+        prompts.setdefault(_prompt_in(row), len(prompts))
+    held = [row for row in rows if prompts[_prompt_in(row)] % HELD_OUT == 0]
+    kept = [row for row in rows if prompts[_prompt_in(row)] % HELD_OUT]
+    if not held_out.exists():
+        write_file(held_out, "".join(f"{row}\n" for row in held))
+    elif held_out.read_text(encoding="utf-8").split("\n")[:-1] != held:
+        return
+    write_file(path, "".join(f"{row}\n" for row in kept))
+
+
+def _prompt_in(line: str) -> str:
+    return json.dumps(parse_json(line)["messages"][:-1])
 
 
 def _line(row: dict[str, Any]) -> bytes:
