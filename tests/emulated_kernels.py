@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from twellctl.bundle.twell_nvrtc import compiled_files
+from twellctl.bundle.twell_nvrtc import compiled_files, with_headers
+from twellctl.bundle.twell_signatures import signature_of
 from twellctl.bundle.twell_spec import ENTRY_FILES, SPEC
 from twellctl.here.resources import kernel_files
 
@@ -52,7 +53,7 @@ class EmulatedKernels:
         name: str,
         grid: tuple[int, ...],
         block: int,
-        args: Iterable,
+        args: Mapping[str, object],
         smem_bytes: int = 0,
         *,
         cluster: int = 1,
@@ -63,20 +64,23 @@ class EmulatedKernels:
     ) -> None:
         """Run entry `name` to its end, `at_once` blocks at the same time (a cluster, if not told).
 
+        `args` as a `KernelSet` takes them.
         `beside`: memory that it reads by pointers in memory. `from_previous`: what the kernel in
         front writes, which may still run. Raises `Wrong`.
         """
         library = _library(self.sources, name)
         columns, rows = (*grid, 1)[:2]
         words, numbers = (ctypes.c_uint64 * MOST_WORDS)(), (ctypes.c_float * MOST_NUMBERS)()
-        args = list(args)
-        floats = [arg for arg in args if isinstance(arg, float)]
-        whole = [_word(arg) for arg in args if not isinstance(arg, float)]
+        signature = signature_of(name, with_headers(ENTRY_FILES[name], self.sources).values())
+        signature.pack_into(bytearray(signature.layout.size), args)  # are they what it takes?
+        pairs = [*zip(signature.types, (args[name] for name in signature.names), strict=True)]
+        floats = [arg for kind, arg in pairs if kind == "float"]
+        whole = [_word(arg) for kind, arg in pairs if kind != "float"]
         words[: len(whole)], numbers[: len(floats)] = whole, floats
         previous = {tensor.data_ptr() for tensor in from_previous}
         memory = [
             number
-            for tensor in (*args, *beside)
+            for tensor in (*args.values(), *beside)
             if isinstance(tensor, Tensor)
             for number in (tensor.data_ptr(), _reach(tensor), tensor.data_ptr() in previous)
         ]

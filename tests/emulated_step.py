@@ -155,17 +155,33 @@ def emulate(
     token, position = (torch.tensor([n], dtype=torch.int32) for n in (model.token, model.position))
     logits = torch.zeros(len(seeds), model.vocabulary)
     counts = torch.full((len(seeds), model.layers), -1, dtype=torch.int32)
-    sizes = model.layers, model.N, model.vocabulary, model.H, model.Hkv
-    inputs = token, position, model.table, model.embeddings, model.last_norm, model.head
     for i, seed in enumerate(seeds):
         kernels.launch(
             step_entry(K, D, form, "e4m3" if model.fp8 else "bf16"),
             (blocks,),
             288,
-            (
-                *(model.layer_table(), *sizes, *inputs, model.cos, model.sin, EPS, D**-0.5),
-                *(words, epoch, counts[i], logits[i]),
-            ),
+            {
+                "layers": model.layer_table(),
+                "num_layers": model.layers,
+                "N": model.N,
+                "V": model.vocabulary,
+                "H": model.H,
+                "Hkv": model.Hkv,
+                "tokens": token,
+                "positions": position,
+                "tables": model.table,
+                "embeddings": model.embeddings,
+                "last_norm": model.last_norm,
+                "head": model.head,
+                "cos": model.cos,
+                "sin": model.sin,
+                "eps": EPS,
+                "scale": D**-0.5,
+                "words": words,
+                "epoch": epoch,
+                "counts": counts[i],
+                "logits": logits[i],
+            },
             SMEM_BYTES,
             at_once=blocks,
             seed=seed,

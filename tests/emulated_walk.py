@@ -76,15 +76,29 @@ def emulate(kernels: EmulatedKernels, plan: FewWalkPlan, problem: Problem, seed:
     """(y, counts that began as 0, 1, ..) of one launch by `plan`, behind the gate's product."""
     (M, K), N = problem.x.shape, problem.gate.shape[1]
     counts, y = torch.arange(M, dtype=torch.int32), torch.full_like(problem.x, 7)
-    inputs = problem.x, problem.w_up, problem.w_down, problem.b_up, problem.b_down
     kernels.launch(
         plan.name,
         (M * plan.size,),
         plan.threads,
-        (
-            *(*inputs, problem.gate, problem.residual, plan.columns, N, K),
-            *(plan.cap, plan.ways, plan.warps, counts, y, problem.s_up, problem.s_down),
-        ),
+        {
+            "x": problem.x,
+            "w_up": problem.w_up,
+            "w_down": problem.w_down,
+            "b_up": problem.b_up,
+            "b_down": problem.b_down,
+            "gate": problem.gate,
+            "residual": problem.residual,
+            "columns": plan.columns,
+            "N": N,
+            "K": K,
+            "cap": plan.cap,
+            "ways": plan.ways,
+            "warps": plan.warps,
+            "counts": counts,
+            "y": y,
+            "up_scale": problem.s_up,
+            "down_scale": problem.s_down,
+        },
         plan.smem_bytes,
         cluster=plan.size,
         seed=seed,

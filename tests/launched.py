@@ -1,15 +1,17 @@
 """What is launched, kept instead of launched, and what the kernels take."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterator, Mapping
 
-import numpy as np
 import torch
-from compiled import compiled, parameter_bytes
+from compiled import SOURCES
 from ffns import ffn_by_neurons
 from torch import Tensor
 
 from twellctl.bundle.twell_few import FEW_TOKENS
+from twellctl.bundle.twell_nvrtc import with_headers
 from twellctl.bundle.twell_plan import Limits
+from twellctl.bundle.twell_signatures import Signature, signature_of
 from twellctl.bundle.twell_spec import ENTRY_FILES
 from twellctl.bundle.twell_ways import Problem, ways_of
 from twellctl.bundle.twell_weights import FFN
@@ -46,6 +48,9 @@ class Map:
     def __init__(self, tensor, box_rows):
         self.tensor, self.box_rows = tensor, box_rows
 
+    def tobytes(self) -> bytes:
+        return bytes(128)
+
 
 class Launches:
     """Stands for a KernelSet: keeps what is launched, and which launches overlap."""
@@ -57,24 +62,30 @@ class Launches:
         return 30  # as on an H200
 
     def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
-        self.made.append((name, grid, block, tuple(args), smem_bytes))
+        assert_taken(name, args)
+        self.made.append((name, grid, block, args, smem_bytes))
         self.overlaps.append(overlap)
 
 
-def assert_taken(entry: str, args: Iterable[object]) -> None:
-    """That a kernel's parameters are as many and as wide as these arguments."""
-    code = compiled(ENTRY_FILES[entry], "sm_90a").code
-    assert widths(args) == parameter_bytes(code, entry), entry
+# what a tensor holds, by the type of its pointer; by others 4 numbers are read together, or so
+_DTYPES = {
+    "float *": (torch.float32,),
+    "int *": (torch.int32,),
+    "unsigned short *": (torch.bfloat16, torch.int16),
+    "Weight::Memory *": (torch.bfloat16, torch.float8_e4m3fn),
+}
 
 
-def widths(args: Iterable[object]) -> list[int]:
-    """How many bytes each takes as a kernel's parameter."""
-    return [_bytes_of(argument) for argument in args]
+def assert_taken(entry: str, args: Mapping[str, object]) -> None:
+    """That a kernel takes arguments of these names and types."""
+    taken = signature(entry)
+    taken.pack_into(bytearray(taken.layout.size), args)
+    for name, kind in zip(taken.names, taken.types, strict=True):
+        if isinstance(tensor := args[name], Tensor) and kind in _DTYPES:
+            assert tensor.dtype in _DTYPES[kind], f"{entry}: {name}"
 
 
-def _bytes_of(argument: object) -> int:
-    if isinstance(argument, Map):
-        return 128
-    if argument is None or isinstance(argument, Tensor):
-        return 8
-    return {int: 4, float: 4, np.int64: 8}[type(argument)]
+@functools.cache
+def signature(entry: str) -> Signature:
+    """What an entry takes."""
+    return signature_of(entry, with_headers(ENTRY_FILES[entry], SOURCES).values())

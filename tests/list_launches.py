@@ -30,11 +30,20 @@ def run_up(
         "up",
         (shape.num_tiles, num_ranges, ranges[1]),
         512,
-        (
-            *(there(x, device), there(w_up, device), shape.M, shape.N, K),
-            *(shape.tile_tokens, shape.cap, ranges[0], there(lists.pair_start, device)),
-            *(there(lists.pairs, device), partial, np.int64(places)),
-        ),
+        {
+            "x": there(x, device),
+            "w_up": there(w_up, device),
+            "M": shape.M,
+            "N": shape.N,
+            "K": K,
+            "tile_tokens": shape.tile_tokens,
+            "cap": shape.cap,
+            "slabs_per_range": ranges[0],
+            "pair_start": there(lists.pair_start, device),
+            "pairs": there(lists.pairs, device),
+            "partial": partial,
+            "partial_stride": places,
+        },
         slabs * shape.tile_tokens * 128,
     )
     return partial
@@ -46,17 +55,29 @@ def run_hidden(
     """Bits of the rounds, and masks."""
     shape, rounds = lists.shape, there(lists.rounds, device).clone()
     masks = torch.zeros(masks_of(lists).shape, dtype=torch.int32, device=device)
-    made = there(lists.num_rounds, device), rounds, masks
     kernels.launch(
         "hidden",
         grid or (shape.num_tiles,),
         512,
-        (
-            *(there(partial, device), np.int64(partial.shape[1]), len(partial)),
-            *(there(part, device) for part in (lists.links, lists.pair_start, lists.pairs)),
-            *(shape.M, shape.N, shape.tile_tokens, shape.cap, shape.panel_rows),
-            *(shape.num_panels, shape.group_rounds, there(bias, device), *made),
-        ),
+        {
+            "partial": there(partial, device),
+            "partial_stride": partial.shape[1],
+            "num_ranges": len(partial),
+            "links": there(lists.links, device),
+            "pair_start": there(lists.pair_start, device),
+            "pairs": there(lists.pairs, device),
+            "M": shape.M,
+            "N": shape.N,
+            "tile_tokens": shape.tile_tokens,
+            "cap": shape.cap,
+            "panel_rows": shape.panel_rows,
+            "num_panels": shape.num_panels,
+            "group_rounds": shape.group_rounds,
+            "b_up": there(bias, device),
+            "num_rounds": there(lists.num_rounds, device),
+            "rounds": rounds,
+            "masks": masks,
+        },
         2 * room,
     )
     return bits(rounds, np.uint16).reshape(-1), bits(masks, np.uint32)
@@ -73,11 +94,18 @@ def run_hidden_kept(
         "hidden_kept",
         grid,
         512,
-        (
-            *(there(sums, device), there(lists.links, device), shape.M, shape.panel_rows),
-            *(shape.num_panels, shape.group_rounds, there(lists.num_rounds, device)),
-            *(rounds, masks, kept),
-        ),
+        {
+            "sums": there(sums, device),
+            "links": there(lists.links, device),
+            "M": shape.M,
+            "panel_rows": shape.panel_rows,
+            "num_panels": shape.num_panels,
+            "group_rounds": shape.group_rounds,
+            "num_rounds": there(lists.num_rounds, device),
+            "rounds": rounds,
+            "masks": masks,
+            "kept": kept,
+        },
     )
     return bits(rounds, np.uint16).reshape(-1), bits(masks, np.uint32), bits(kept, np.uint32)
 
@@ -91,17 +119,30 @@ def run_down(kernels, device: str, lists: Lists, rounds, w_down, bias, splits: i
     shape, K = lists.shape, w_down.shape[1]
     y = nan(shape.M, K, device=device, dtype=torch.bfloat16)
     sums = nan(shape.M, K, device=device) if shape.num_panels > 1 else None
-    given = (w_down, bias, lists.num_rounds, rounds, masks_of(lists))
-    given = [there(part, device) for part in given]
+    given = {
+        "w_down": there(w_down, device),
+        "b_down": there(bias, device),
+        "num_rounds": there(lists.num_rounds, device),
+        "rounds": there(rounds, device),
+        "masks": there(masks_of(lists), device),
+    }
     for panel in range(shape.num_panels):
         kernels.launch(
             "down",
             (K // 16, splits),
             512,
-            (
-                *(*given, shape.M, shape.N, K, panel, shape.panel_rows),
-                *(shape.num_panels, shape.group_rounds, sums, y),
-            ),
+            {
+                **given,
+                "M": shape.M,
+                "N": shape.N,
+                "K": K,
+                "panel": panel,
+                "panel_rows": shape.panel_rows,
+                "num_panels": shape.num_panels,
+                "group_rounds": shape.group_rounds,
+                "y32": sums,
+                "y": y,
+            },
             shape.panel_rows * 32 + DOWN_STAGES,
         )
     return y.float().cpu().numpy()

@@ -67,7 +67,7 @@ class Shape:
         return lists + (40 * P + 3072) * 512 // 32 + 256
 
     def buffers(self) -> dict[str, tuple[tuple[int, ...], type]]:
-        """(shape, dtype) of all that `plan` writes, in the order of its arguments."""
+        """(shape, dtype) of all that `plan` writes, by the names of its arguments."""
         q = self.num_groups * self.num_panels
         return {
             "num_rounds": ((q,), np.int32),

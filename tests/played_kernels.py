@@ -36,14 +36,17 @@ class Kernels:
 
     def launch(self, name, grid, block, args, *, overlap) -> None:
         """`choose`; the others are stood in for with their launches."""
-        logits, V, fields, _, _, _, Q, fired, L, records, _, _, _, best, tickets = args
-        assert (name, grid[1], V, Q, L) == ("choose", *logits.shape, 1, len(fired))
-        assert len(best) >= len(logits) <= len(tickets)
+        logits, fields, fired, records = (
+            args[of] for of in ("logits", "fields", "fired", "record")
+        )
+        assert (name, grid[1], args["V"]) == ("choose", *logits.shape)
+        assert (args["Q"], args["L"]) == (1, len(fired))
+        assert len(args["best"]) >= len(logits) <= len(args["tickets"])
         if records.dim() > 3:
             records = records[fields[Field.SLOT, 0]]
         fields[Field.SLOT] ^= 1
         records[:, 0, 0] = fields[Field.TOKEN] = choose(logits, fields, True)
-        records[:, 0, 1 : 1 + L] = fired[..., 0].T
+        records[:, 0, 1 : 1 + len(fired)] = fired[..., 0].T
         fields[Field.POSITION] = (fields[Field.POSITION] + 1).minimum(fields[Field.LIMIT])
 
 

@@ -14,6 +14,7 @@ from twellctl.bundle import twell_launch
 from twellctl.bundle.twell_launch import TENSOR_MAP, KernelSet, clusters_at_once, start
 from twellctl.bundle.twell_nvrtc import Cubin, KernelError
 from twellctl.bundle.twell_plan import Limits
+from twellctl.bundle.twell_signatures import Signature, signature_of
 
 # cuda.h: grid and block (three unsigned each), sharedMemBytes, hStream, attrs, numAttrs
 CONFIG = struct.Struct("@7I P P I 4x")
@@ -56,6 +57,13 @@ def driver(monkeypatch):
     return put
 
 
+TAKEN = (
+    'extern "C" __global__ void k(const float* x, uint4* y, int n, long long far, float share) {'
+)
+SIGNATURE = signature_of("k", [TAKEN.encode()])
+ONE_INT = Signature("k", ("n",), ("int",))
+
+
 def test_the_structs_are_cudas():
     config, attribute = twell_launch._CONFIG, twell_launch._Attribute
     assert (config.size, config.format) == (56, CONFIG.format)
@@ -74,8 +82,8 @@ def test_the_structs_are_cudas():
 def test_what_the_driver_gets(driver, how, wanted):
     made, x = driver("PPiqf"), torch.zeros(3)
     for count, grid in enumerate(((132,), (7, 8), (7, 8, 9))):
-        args = (x[count:], None, -5 - count, np.int64(-(2**40)), 0.25)
-        start(2**62, grid, 256, args, 100_000, 0x7F00_0000_1234, **how)
+        args = {"share": 0.25, "n": -5 - count, "far": -(2**40), "y": None, "x": x[count:]}
+        start(2**62, grid, 256, SIGNATURE, args, 100_000, 0x7F00_0000_1234, **how)
         sizes, stream, attributes, function, found, extra = made.calls[-1]
         assert sizes == [*grid, *(1,) * (3 - len(grid)), 256, 1, 1, 100_000]
         assert stream == 0x7F00_0000_1234
@@ -87,14 +95,14 @@ def test_what_the_driver_gets(driver, how, wanted):
 
 def test_parameters_of_a_model_are_tensors(driver):
     made, weight = driver("P"), torch.nn.Parameter(torch.zeros(3))
-    start(1, (1,), 64, (weight,), 0, 0)
+    start(1, (1,), 64, Signature("k", ("w",), ("float *",)), {"w": weight}, 0, 0)
     assert made.calls[0][4] == [weight.data_ptr()]
 
 
 def test_the_default_stream_and_a_refusal(driver):
     made = driver("i", answer=701)
     with pytest.raises(KernelError, match=r"^cuLaunchKernelEx answers 701 for a grid of \(3, 2\)$"):
-        start(1, (3, 2), 64, (1,), 0, 0)
+        start(1, (3, 2), 64, ONE_INT, {"n": 1}, 0, 0)
     assert made.calls[0][1] is None or made.calls[0][1] == 0
 
 
@@ -106,7 +114,7 @@ def test_a_thread_without_a_context_gets_one(driver, monkeypatch):
         made.answer = 0
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", bind)
-    start(1, (3, 2), 64, (1,), 0, 0)
+    start(1, (3, 2), 64, ONE_INT, {"n": 1}, 0, 0)
     assert (len(asked), len(made.calls)) == (1, 2)
     assert made.calls[0] == made.calls[1]
 
@@ -114,16 +122,32 @@ def test_a_thread_without_a_context_gets_one(driver, monkeypatch):
 def test_a_tensor_map_goes_by_value(driver):
     made = driver(("128s", "i"))
     words = np.arange(16, dtype=np.uint64)
-    start(1, (3,), 64, (words.view(TENSOR_MAP)[0], 7), 0, 0)
+    taken = Signature("k", ("x_map", "n"), ("TensorMap", "int"))
+    start(1, (3,), 64, taken, {"x_map": words.view(TENSOR_MAP)[0], "n": 7}, 0, 0)
     assert made.calls[0][4] == [words.tobytes(), 7]
 
 
-def test_what_is_no_argument_is_refused(driver):
-    driver("i")
-    with pytest.raises(KeyError):
-        start(1, (3,), 64, ("7",), 0, 0)
+@pytest.mark.parametrize("wrong", ["7", 7.0, None, 2**31])
+def test_what_is_no_argument_is_refused(driver, wrong):
+    made = driver("i")
     with pytest.raises(struct.error):
-        start(1, (3,), 64, (2**31,), 0, 0)
+        start(1, (3,), 64, ONE_INT, {"n": wrong}, 0, 0)
+    assert not made.calls
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("x y n far", "kernel k needs share"),
+        ("x y n far share much", "kernel k takes no much"),
+        ("x y m far", "kernel k needs n, share and takes no m"),
+    ],
+)
+def test_other_names_than_the_kernels_are_refused(driver, names, said):
+    made = driver("PPiqf")
+    with pytest.raises(TypeError, match=f"^{said}$"):
+        start(1, (3,), 64, SIGNATURE, dict.fromkeys(names.split()), 0, 0)
+    assert not made.calls
 
 
 def test_threads_do_not_meet(driver, monkeypatch):
@@ -132,14 +156,16 @@ def test_threads_do_not_meet(driver, monkeypatch):
 
     def meanwhile(*call):
         if not inner:
-            inner.append(threading.Thread(target=start, args=(1, (2,), 64, (8,), 0, 0)))
+            inner.append(
+                threading.Thread(target=start, args=(1, (2,), 64, ONE_INT, {"n": 8}, 0, 0))
+            )
             inner[0].start()
             inner[0].join()
         return made.launch(*call)
 
     called = ANSWER(meanwhile)
     monkeypatch.setattr(twell_launch, "_launch_kernel", lambda: called)
-    start(1, (1,), 64, (7,), 0, 0)
+    start(1, (1,), 64, ONE_INT, {"n": 7}, 0, 0)
     assert [(sizes[0], found) for sizes, *_, found, _ in made.calls] == [(2, [8]), (1, [7])]
 
 
@@ -202,9 +228,10 @@ def test_who_may_start_early(monkeypatch, capability, overlap, started, current)
     monkeypatch.setattr(twell_launch, "start", lambda *args, **how: calls.append((*args, how)))
     kernels, x = KernelSet({}, 0), torch.zeros(3)
     kernels._functions["k"], kernels._shared["k"] = Function(), 48 * 1024
-    kernels.launch("k", (4, 2), 256, (x, None, 7, 0.5), 1000, overlap=overlap)
+    kernels._signatures["k"], args = SIGNATURE, {"x": x}
+    kernels.launch("k", (4, 2), 256, args, 1000, overlap=overlap)
     how = {"overlap": started, "together": False}
-    assert calls == [(99, (4, 2), 256, (x, None, 7, 0.5), 1000, 500, how)]
+    assert calls == [(99, (4, 2), 256, SIGNATURE, args, 1000, 500, how)]
     assert entered == ([] if current == 0 else [0])
 
 
@@ -244,7 +271,7 @@ def declaring(monkeypatch):
 
     def make(static: int) -> tuple[KernelSet, Permissions]:
         monkeypatch.setattr(twell_launch, "static_shared", lambda code: {"k": static})
-        return KernelSet({"k.cu": b""}, 0), permissions
+        return KernelSet({"k.cu": TAKEN.encode()}, 0), permissions
 
     return make
 
@@ -252,10 +279,10 @@ def declaring(monkeypatch):
 @pytest.mark.parametrize("static", [0, 32, 1024])
 def test_permission_is_asked_for_above_48_kb_of_both_kinds_together(declaring, static):
     kernels, permissions = declaring(static)
-    kernels.launch("k", (1,), 64, (), (48 << 10) - static)
+    kernels.launch("k", (1,), 64, {}, (48 << 10) - static)
     assert permissions.given == []
     for smem_bytes in ((48 << 10) - static + 1, 1000, (227 << 10) - static):
-        kernels.launch("k", (1,), 64, (), smem_bytes)
+        kernels.launch("k", (1,), 64, {}, smem_bytes)
         assert permissions.given == [(99, 8, (227 << 10) - static)]
 
 
@@ -263,7 +290,7 @@ def test_more_than_a_block_has_is_refused_before_the_driver_does(declaring):
     kernels, permissions = declaring(32)
     wanted = r"^k asks for 232449 bytes of shared memory, and a block has 232448 on this GPU$"
     with pytest.raises(KernelError, match=wanted):
-        kernels.launch("k", (1,), 64, (), (227 << 10) - 31)
+        kernels.launch("k", (1,), 64, {}, (227 << 10) - 31)
     with pytest.raises(KernelError, match="asks for 232480"):
         kernels.clusters_at_once("k", 4, 64, 227 << 10)
     assert permissions.given == []

@@ -82,14 +82,13 @@ def test_the_forward_pass_as_on_a_gpu(kernels, name, given):
 
 
 of_gpu = on_cpu("test_attend")
-_NEW_IS_CACHED = 18  # of the arguments of `attend`, whose cache is 12 and 13
 
 
 class Kernels(EmulatedKernels):
     def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
         """As `KernelSet.launch`; the kernel in front has ended, but `store_keys`."""
         assert grid[2:] in ((), (1,))
-        stored = args[12:14] if name.startswith("attend") and args[_NEW_IS_CACHED] else ()
+        stored = (args["keys"], args["values"]) if args.get("new_is_cached") else ()
         super().launch(name, grid[:2], block, args, smem_bytes, from_previous=stored)
 
 

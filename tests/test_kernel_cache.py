@@ -194,7 +194,7 @@ class Loaded:
     """Stands for CuPy's Module."""
 
     def load(self, code):
-        if code.startswith(b"code of bad"):
+        if b"void bad()" in code:
             raise OSError("no kernel image")
         self.code = code
 
@@ -215,20 +215,29 @@ def driver(compiler, monkeypatch):
     return compiler
 
 
+def kernel(name: str) -> bytes:
+    return f'extern "C" __global__ void {name}() {{}}'.encode()
+
+
+KERNELS = {f"{name}.cu": kernel(name) for name in ("one", "two", "bad")}
+
+
 def test_what_is_prepared_is_compiled_once(driver):
-    kernels = KernelSet(SOURCES, 0)
+    kernels = KernelSet(KERNELS, 0)
     kernels.prepare(["one", "two", "one"])
     kernels.prepare(["two"])
     assert sorted(driver.compiled) == [("one.cu", "sm_90a"), ("two.cu", "sm_90a")]
-    assert kernels._functions["two"] == ("two", b"code of two")
+    assert kernels._functions["two"] == ("two", b"code of " + kernel("two"))
     assert sorted(kernels.logs) == ["one.cu", "two.cu"]
 
 
 def test_what_cannot_be_prepared_says_why(driver):
-    kernels = KernelSet(SOURCES | {"bad.cu": b"bad"}, 0)
+    kernels = KernelSet(KERNELS | {"four.cu": kernel("five")}, 0)
     with pytest.raises(KernelError, match=r"three.cu, where kernel three should be, is not"):
         kernels.prepare(["one", "three"])
+    with pytest.raises(KernelError, match="kernel four is not defined where it should be"):
+        kernels.prepare(["one", "four"])
     with pytest.raises(KernelError, match=r"driver does not load bad.cu for sm_90a: no kernel"):
         kernels.prepare(["bad"])
     kernels.prepare(["one"])  # none of it stays in the way
-    assert kernels._functions["one"] == ("one", CODE)
+    assert kernels._functions["one"] == ("one", b"code of " + kernel("one"))

@@ -17,13 +17,16 @@ from compiled import (
     is_hurried,
     most_threads,
     nvrtc,
+    parameter_bytes,
     static_bytes,
 )
+from launched import signature
 
 from twellctl.bundle import twell_few, twell_spec
 from twellctl.bundle.twell_nvrtc import KernelError, compiled_files, static_shared
 from twellctl.bundle.twell_plan import STATIC_SMEM
 from twellctl.bundle.twell_reasons import GRAD_KERNELS, HOPPER_KERNELS
+from twellctl.bundle.twell_signatures import Signature, signature_of
 from twellctl.bundle.twell_spec import (
     ENTRY_FILES,
     KINDS,
@@ -80,6 +83,66 @@ def static_in_log(log: str) -> dict[str, int]:
     return {
         entry: int(found[1]) if found else 0 for entry, found in zip(parts[::2], said, strict=True)
     }
+
+
+# ---- signatures
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.endswith(".cu")])
+def test_parameters_are_those_of_the_compiled_kernels(name):
+    code = compiled(name, "sm_90a").code
+    sizes = [parameter_bytes(code, of) for of in entries_for(name, "sm_90a", 13)]
+    made = [of for of, source in ENTRY_FILES.items() if source == name]
+    assert len(made) >= len(sizes) > 0
+    for of in made:
+        is_compiled = of in entries_for(name, "sm_90a", 13)
+        wanted = [parameter_bytes(code, of)] if is_compiled else sizes  # by the same macro
+        assert sizes_in(signature(of)) in wanted, of
+
+
+def sizes_in(taken: Signature) -> list[int]:
+    """Bytes of each parameter."""
+    sizes = {"int": 4, "float": 4, "long long": 8, "TensorMap": 128}
+    return [8 if kind[-1] == "*" else sizes[kind] for kind in taken.types]
+
+
+SIGNED = rb"""
+// extern "C" __global__ void older(int x) {
+template <int N> __global__ void inner(int x) {}
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(32 * (kWarps), 1)
+    one(const __grid_constant__ TensorMap x_map,  // of x
+        const unsigned short *bias, const Weight::Memory* w, long long stride) { if (stride) {} }
+#define MAKE(name, N)                                         \
+    extern "C" __global__ void CLUSTER(N) name(const int* x,  \
+                                               float eps) {   \
+    }
+extern "C" __global__ void none() {}
+"""
+
+
+def test_parameters_are_read_from_the_source():
+    one = signature_of("one", [b"", SIGNED])
+    assert one.names == ("x_map", "bias", "w", "stride")
+    assert one.types == ("TensorMap", "unsigned short *", "Weight::Memory *", "long long")
+    made = signature_of("made_by_a_macro", [SIGNED])
+    assert (made.names, made.types) == (("x", "eps"), ("int *", "float"))
+    assert signature_of("none", [SIGNED]).names == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('extern "C" __global__ void k(double x) {', "kernel k takes x of type double, which no"),
+        ('extern "C" __global__ void other(int x) {', "kernel k is not defined where it should be"),
+        ("__global__ void k(int x) {", "kernel k is not defined where it should be"),
+    ],
+)
+def test_what_no_launch_can_give_is_said(text, said):
+    with pytest.raises(ValueError, match=said):
+        signature_of("k", [text.encode()])
+
+
+# ---- what is compiled
 
 
 def test_what_is_no_cubin_is_refused():

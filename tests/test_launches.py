@@ -33,7 +33,7 @@ def test_the_order():
 def test_boxes_are_those_of_the_kernels():
     M, K, N = 10000, 128, 520
     boxes = {
-        name: [(arg.box_rows, *arg.tensor.shape) for arg in args if isinstance(arg, Map)]
+        name: [(arg.box_rows, *arg.tensor.shape) for arg in args.values() if isinstance(arg, Map)]
         for name, _, _, args, _ in launches(M, K, N)
     }
     assert boxes["gate_pack"] == [(64, M, K), (128, N, K)]
@@ -46,12 +46,12 @@ def test_many_neurons_take_several_panels():
     downs = [x for x in launches(10, 64, 16384) if x[0] == "down"]
     plan = make_plan(10, 16384, 64, 64, hopper_cap(16384), H200)
     assert len(downs) == plan.num_panels > 1
-    assert [args[8] for _, _, _, args, _ in downs] == list(range(plan.num_panels))
-    sums = {(args[-2].data_ptr(), args[-2].shape) for _, _, _, args, _ in downs}  # in fp32
+    assert [args["panel"] for _, _, _, args, _ in downs] == list(range(plan.num_panels))
+    sums = {(args["y32"].data_ptr(), args["y32"].shape) for _, _, _, args, _ in downs}
     assert len(sums) == 1
     assert sums.pop()[1] == (10, 64)
     (down,) = (x for x in launches(10, 64, 96) if x[0] == "down")
-    assert down[3][-2] is None
+    assert down[3]["y32"] is None
 
 
 def test_heavy_rows_are_computed_window_by_window(monkeypatch):
@@ -59,12 +59,11 @@ def test_heavy_rows_are_computed_window_by_window(monkeypatch):
     monkeypatch.setattr(twell_sequence, "chunk_tokens", lambda *a, **k: 128)
     monkeypatch.setattr(twell_heavy, "heavy_window", lambda M, N, K, **k: 50)
     made = launches(300, 128, 96)
-    tokens = [args[2] for name, _, _, args, _ in made if name == "plan_cluster"]
-    assert tokens == [128, 128, 44]
-    lists = [args[-2:] for name, _, _, args, _ in made if name == "plan_cluster"]
+    lists = [args for name, _, _, args, _ in made if name == "plan_cluster"]
+    assert [args["M"] for args in lists] == [128, 128, 44]
     gathers = [args for name, _, _, args, _ in made if name == "heavy_gather"]
-    assert [args[3] for args in gathers] == [0, 50, 100, 0, 50, 100, 0]
+    assert [args["window_start"] for args in gathers] == [0, 50, 100, 0, 50, 100, 0]
     listed_by = [lists[chunk] for chunk in (0, 0, 0, 1, 1, 1, 2)]
-    for args, (rows, count) in zip(gathers, listed_by, strict=True):
-        assert args[1] is rows
-        assert args[2] is count
+    for args, plan in zip(gathers, listed_by, strict=True):
+        assert args["heavy_rows"] is plan["heavy_rows"]
+        assert args["heavy_count"] is plan["heavy_count"]

@@ -1,10 +1,11 @@
 """Every launch for popular models fits the GPU that it is made for, whichever way is taken.
 
-Tensors are on the meta device; launches are judged by what ptxas says of the kernels, and have as
-many arguments as those have parameters, each as wide.
+Tensors are on the meta device; launches are judged by what ptxas says of the kernels, and have the
+arguments that those take.
 """
 
 import functools
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,12 +18,11 @@ from compiled import (
     cluster_blocks,
     compiled,
     most_threads,
-    parameter_bytes,
     specified_alike,
     static_bytes,
 )
 from ffns import ffn_by_neurons, ffn_of
-from launched import Map, widths
+from launched import Map, assert_taken, signature
 from popular_shapes import SHAPES, Shape
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -100,7 +100,6 @@ def said_of(entry: str, arch: str) -> SimpleNamespace:
         static=static_bytes(file, arch)[entry],
         threads=most_threads(code, entry),
         cluster=cluster_blocks(code, entry),
-        parameters=parameter_bytes(code, entry),
     )
 
 
@@ -128,10 +127,10 @@ class Judge:
     ) -> None:
         self.launched.add(name)
         self.fits(name, grid, block, smem_bytes)
-        assert widths(args) == self.kernel(name).parameters, name
+        assert_taken(name, args)
         if together:
             assert grid[0] <= self.limits.num_sms, name
-        tensors = [t for t in args if isinstance(t, Tensor)]
+        tensors = [t for t in args.values() if isinstance(t, Tensor)]
         # a row's table for each of its tokens need not be there several times
         assert all(t.is_contiguous() or t.stride(0) == 0 for t in tensors), name
 
@@ -356,17 +355,22 @@ def test_what_is_built_for_the_same_sizes_on_two_architectures():
 
 def test_the_judge_objects():
     judge, name = Judge(DEVICES["A100"]), "few_down"
-    args = [{4: 0, 8: None}[size] for size in judge.kernel(name).parameters]
+    taken = signature(name)
+    pairs = zip(taken.names, taken.types, strict=True)
+    args = {name: 0 if kind == "int" else None for name, kind in pairs}
+    one_less = {name: argument for name, argument in args.items() if name != "M"}
     wrong: dict[str, Callable[[], None]] = {
         "static and dynamic": lambda: judge.launch(name, (8,), 256, args, (163 << 10) - 31),
         "threads": lambda: judge.launch(name, (8,), 288, args, 0),
         "grid": lambda: judge.launch(name, (8, 65536), 256, args, 0),
         "nothing": lambda: judge.launch(name, (0,), 256, args, 0),
         "waiting for each other": lambda: judge.launch(name, (109,), 256, args, together=True),
-        "one less": lambda: judge.launch(name, (8,), 256, args[1:], 0),
-        "another width": lambda: judge.launch(name, (8,), 256, [*args[:-1], 0], 0),
+        "one less": lambda: judge.launch(name, (8,), 256, one_less, 0),
+        "another name": lambda: judge.launch(name, (8,), 256, one_less | {"m": 0}, 0),
+        "another type": lambda: judge.launch(name, (8,), 256, args | {"M": None}, 0),
+        "another dtype": lambda: judge.launch(name, (8,), 256, args | {"fired": empty(8).int()}, 0),
     }
     judge.launch(name, (108, 65535), 256, args, (163 << 10) - 32, together=True)
     for launch in wrong.values():
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, TypeError, struct.error)):
             launch()

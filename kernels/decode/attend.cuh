@@ -183,8 +183,8 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
 
 }  // namespace
 
-#define TWELL_ATTEND(NAME, DIM, HEADS, BLOCKS)                                                \
-    extern "C" __global__ void __launch_bounds__(spec::ATTEND_BLOCK, BLOCKS) NAME(            \
+#define TWELL_ATTEND(name, DIM, HEADS, BLOCKS)                                                \
+    extern "C" __global__ void __launch_bounds__(spec::ATTEND_BLOCK, BLOCKS) name(            \
         const unsigned short* qkv, const int* positions, const int* tables, int table_stride, \
         int width, const unsigned short* cos, const unsigned short* sin, int columns,         \
         int half, const unsigned short* q_norm, const unsigned short* k_norm, float eps,      \

@@ -279,28 +279,29 @@ __device__ __forceinline__ void fill_tile(const Sums& from, const Rounds& rounds
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    hidden(const float* partial, long long partial_stride, int Q, const uint4* links,
+    hidden(const float* partial, long long partial_stride, int num_ranges,
+           const uint4* links,
            const int* pair_start, const unsigned* pairs, int M, int N, int tile_tokens, int cap,
            int panel_rows, int num_panels, int group_rounds, const unsigned short* b_up,
-           const int* num_rounds, uint4* records, unsigned* masks) {
+           const int* num_rounds, uint4* rounds, unsigned* masks) {
     extern __shared__ uint4 staged[];
-    const Sums from{partial, partial_stride, Q, b_up};
-    const Rounds rounds{num_rounds, records, links, masks, group_rounds};
+    const Sums from{partial, partial_stride, num_ranges, b_up};
+    const Rounds all{num_rounds, rounds, links, masks, group_rounds};
     const int num_groups = (M + GROUP - 1) / GROUP;
     const unsigned room = dynamic_smem_bytes() / 16 * 8;  // pairs
     if (room == 0)
-        gather_all(from, rounds, num_groups * num_panels, num_panels, panel_rows, Also<false>{});
+        gather_all(from, all, num_groups * num_panels, num_panels, panel_rows, Also<false>{});
     else
-        fill_tile(from, rounds, pair_start, pairs, num_groups, N, tile_tokens, cap, num_panels,
+        fill_tile(from, all, pair_start, pairs, num_groups, N, tile_tokens, cap, num_panels,
                   room, staged);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     hidden_kept(const float* sums, const uint4* links, int M, int panel_rows, int num_panels,
-                int group_rounds, const int* num_rounds, uint4* records, unsigned* masks,
+                int group_rounds, const int* num_rounds, uint4* rounds, unsigned* masks,
                 unsigned* kept) {
-    const Rounds rounds{num_rounds, records, links, masks, group_rounds};
+    const Rounds all{num_rounds, rounds, links, masks, group_rounds};
     const int num_groups = (M + GROUP - 1) / GROUP;
-    gather_all({sums, 0, 1, nullptr}, rounds, num_groups * num_panels, num_panels, panel_rows,
+    gather_all({sums, 0, 1, nullptr}, all, num_groups * num_panels, num_panels, panel_rows,
                Also<true>{kept});
 }

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from launched import Launches, assert_taken
+from launched import Launches
 from torch import Tensor
 
 from twellctl.decoding import sampler
@@ -215,8 +215,7 @@ def test_the_kernel_is_launched_as_its_source_says(B, V, num_drafts, blocks):
     end(logits, fired, inputs_of(rows, drafts), rows, records, Variant(drawn=True))
     ((name, grid, block, args, _),) = kernels.made
     assert (name, grid, block) == ("choose", (blocks, B * num_tokens), 256)
-    assert_taken(name, args)
-    assert args[0].dtype == torch.float32
+    assert args["logits"].shape == (B * num_tokens, V)
 
 
 def test_the_kernel_needs_no_graph_of_its_own_for_draws():

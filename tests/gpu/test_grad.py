@@ -91,11 +91,23 @@ def list_neurons(kernels, problem: Problem, panel_tiles: int) -> dict[str, torch
         "list_neurons",
         (ceil_div(shape.N, 8), panels),
         128,
-        (
-            *(on_device(lists.pair_start), on_device(lists.pairs), on_device(problem.kept)),
-            *(on_device(problem.grads), shape.N, shape.num_tiles, shape.tile_tokens, shape.cap),
-            *(panel_tiles, num_listed, *made.values()),
-        ),
+        {
+            "pair_start": on_device(lists.pair_start),
+            "pairs": on_device(lists.pairs),
+            "kept": on_device(problem.kept),
+            "grads": on_device(problem.grads),
+            "N": shape.N,
+            "num_tiles": shape.num_tiles,
+            "tile_tokens": shape.tile_tokens,
+            "cap": shape.cap,
+            "panel_tiles": panel_tiles,
+            "num_listed": num_listed,
+            "heads": made["heads"],
+            "codes": made["codes"],
+            "values": made["pairs"],
+            "hidden": made["hidden"],
+            "masks": made["masks"],
+        },
         map_bytes(panel_tiles * shape.tile_tokens),
     )
     return made
@@ -106,16 +118,26 @@ def list_tokens(kernels, problem: Problem, split: int) -> dict[str, torch.Tensor
     fours, panels = 2 * shape.num_groups, shape.num_panels * split
     made = problem.made_lists(fours, panels, 8 * fours * panels + len(lists.place) // 16)
     num_listed = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    wanted = [made[name] for name in ("heads", "codes", "pairs", "masks")]
     kernels.launch(
         "list_tokens",
         (shape.num_groups, panels),
         128,
-        (
-            *(on_device(lists.num_rounds), on_device(lists.rounds), on_device(lists.links)),
-            *(on_device(problem.kept), on_device(problem.grads), shape.M),
-            *(shape.panel_rows // split, split, shape.group_rounds, num_listed, *wanted),
-        ),
+        {
+            "num_rounds": on_device(lists.num_rounds),
+            "rounds": on_device(lists.rounds),
+            "links": on_device(lists.links),
+            "kept": on_device(problem.kept),
+            "grads": on_device(problem.grads),
+            "M": shape.M,
+            "panel_rows": shape.panel_rows // split,
+            "split": split,
+            "group_rounds": shape.group_rounds,
+            "num_listed": num_listed,
+            "heads": made["heads"],
+            "codes": made["codes"],
+            "values": made["pairs"],
+            "masks": made["masks"],
+        },
         map_bytes(shape.panel_rows // split),
     )
     return made
@@ -129,10 +151,29 @@ def buffers(rows: int, K: int, as_bf16: bool, keep: bool) -> tuple[torch.Tensor,
     return sums, out
 
 
-def run_sums(kernels, name, grid, given, dims, panels: int, panel_rows: int, rest):
-    args = (*given, *dims, panel_rows, panels, *rest)
+def run_sums(kernels, shape: Shape, splits: int, made, num_panels, panel_rows, name, **own) -> None:
+    """One of the sums over the lists `made`; `own`: what it takes beside what all take."""
+    K = next(iter(own.values())).shape[1]  # of what is summed up
+    lists = {of: made[of] for of in ("heads", "codes", "masks")}
+    sizes = {"M": shape.M, "N": shape.N, "K": K, "panel_rows": panel_rows, "num_panels": num_panels}
     row_bytes = 64 if name == "grad_x" else 32
-    kernels.launch(name, grid, 512, args, panel_rows * row_bytes + 49152)
+    args = lists | sizes | own
+    kernels.launch(name, (K // 16, splits), 512, args, panel_rows * row_bytes + 49152)
+
+
+def run_gate_up(kernels, shape, splits, made, panels, panel_rows, x, heavy_count, gate, up) -> None:
+    """grad_gate_up; `gate` and `up`: sums and out of each."""
+    run_sums(
+        *(kernels, shape, splits, made, panels, panel_rows),
+        "grad_gate_up",
+        x=x,
+        pairs=made["pairs"],
+        heavy_count=heavy_count,
+        sums_gate=gate[0],
+        sums_up=up[0],
+        out_gate=gate[1],
+        out_up=up[1],
+    )
 
 
 def check(found: torch.Tensor, wanted: np.ndarray, as_bf16: bool):
@@ -147,13 +188,11 @@ def test_gradients_of_the_weights(kernels, kind, shape, K, panel_tiles, splits, 
     x, grad_y = integers(problem.rng, shape.M, K), integers(problem.rng, shape.M, K)
     panels, panel_rows = ceil_div(shape.num_tiles, panel_tiles), panel_tiles * shape.tile_tokens
     made = list_neurons(kernels, problem, panel_tiles)
-    dims, grid = (shape.M, shape.N, K), (K // 16, splits)
     gate, up, down = (buffers(shape.N, K, as_bf16, panels > 1) for _ in range(3))
-    given = (on_device(x), *(made[n] for n in ("heads", "codes", "pairs", "masks")))
-    rest = (None, gate[0], up[0], gate[1], up[1])
-    run_sums(kernels, "grad_gate_up", grid, given, dims, panels, panel_rows, rest)
-    given = (on_device(grad_y), *(made[n] for n in ("heads", "codes", "hidden", "masks")))
-    run_sums(kernels, "grad_down", grid, given, dims, panels, panel_rows, (None, *down))
+    given = kernels, shape, splits, made, panels, panel_rows
+    run_gate_up(*given, on_device(x), None, gate, up)
+    own = {"hidden": made["hidden"], "heavy_count": None, "sums": down[0], "out": down[1]}
+    run_sums(*given, "grad_down", grad_y=on_device(grad_y), **own)
 
     at = 1 if as_bf16 else 0
     x, grad_y = from_bf16(x).astype(float), from_bf16(grad_y).astype(float)
@@ -170,9 +209,8 @@ def test_sums_are_added_to_if_there_are_heavy_rows(kernels, heavy):
     heavy_count = torch.full((1,), heavy, dtype=torch.int32, device=DEVICE)
     x = integers(problem.rng, shape.M, K)
     sums = [torch.full((shape.N, K), 3.0, device=DEVICE) for _ in range(2)]
-    given = (on_device(x), *(made[n] for n in ("heads", "codes", "pairs", "masks")))
-    rest = (heavy_count, *sums, None, None)
-    run_sums(kernels, "grad_gate_up", (K // 16, 1), given, (shape.M, shape.N, K), 3, 32, rest)
+    results = [(of_one, None) for of_one in sums]
+    run_gate_up(kernels, shape, 1, made, 3, 32, on_device(x), heavy_count, *results)
     wanted = problem.dense(from_bf16(problem.grad_up)).T @ from_bf16(x).astype(float)
     check(sums[1], wanted + (3 if heavy else 0), False)
 
@@ -200,10 +238,16 @@ def test_gradient_of_x(kernels, kind, shape, K, split, chunk, shares):
     panels = shape.num_panels * split
     sums, _ = buffers(chunk, K, False, False) if panels > 1 else (None, None)
     _, out = buffers(shape.M, K, True, False)
-    given = [on_device(w) for w in weights]
-    given += [made[n] for n in ("heads", "codes", "pairs", "masks")]
-    args = ((shape.M, shape.N, K), panels, shape.panel_rows // split, (chunk, sums, out))
-    run_sums(kernels, "grad_x", (K // 16, shares), given, *args)
+    run_sums(
+        *(kernels, shape, shares, made, panels, shape.panel_rows // split),
+        "grad_x",
+        w_gate=on_device(weights[0]),
+        w_up=on_device(weights[1]),
+        pairs=made["pairs"],
+        chunk=chunk,
+        sums=sums,
+        out=out,
+    )
     pairs = problem.grad_gate, problem.grad_up
     wanted = sum(
         problem.dense(from_bf16(value)) @ from_bf16(w).astype(float)
@@ -242,10 +286,18 @@ def test_gradients_of_the_pairs(kernels, ranges, penalty):
         "grad_pairs",
         (shape.num_tiles, 2),
         256,
-        (
-            *(on_device(partial), np.int64(places), ranges, on_device(lists.pair_start)),
-            *(on_device(problem.kept), weight, shape.N, shape.tile_tokens, shape.cap, grads),
-        ),
+        {
+            "partial": on_device(partial),
+            "partial_stride": places,
+            "num_ranges": ranges,
+            "pair_start": on_device(lists.pair_start),
+            "kept": on_device(problem.kept),
+            "penalty_at": weight,
+            "N": shape.N,
+            "tile_tokens": shape.tile_tokens,
+            "cap": shape.cap,
+            "grads": grads,
+        },
     )
     found = grads.cpu().numpy().view(np.uint32)[lists.place]
     grad_h = partial[:, lists.place].sum(0) + (penalty or 0) * np.sign(problem.hidden)

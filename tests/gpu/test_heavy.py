@@ -34,12 +34,22 @@ def run_down(
     rows = torch.arange(M, dtype=torch.int32, device="cuda") if rows is None else rows
     count = rows.new_tensor([M if count is None else count])
     y = torch.full((M, K), torch.nan, dtype=torch.bfloat16, device="cuda")
-    maps = tensor_map(hidden, INPUT_BOX_ROWS), tensor_map(w_down, PRODUCT_INNER)
     kernels.launch(
         "heavy_down",
         (product_grid(M, K, device_limits(0).num_sms),),
         PRODUCT_BLOCK,
-        (*maps, b_down, rows, count, 0, M, N, K, y),
+        {
+            "hidden_map": tensor_map(hidden, INPUT_BOX_ROWS),
+            "down_map": tensor_map(w_down, PRODUCT_INNER),
+            "b_down": b_down,
+            "heavy_rows": rows,
+            "heavy_count": count,
+            "window_start": 0,
+            "window": M,
+            "num_columns": N,
+            "num_inner": K,
+            "y": y,
+        },
         HEAVY_SMEM,
     )
     return y

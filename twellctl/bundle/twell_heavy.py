@@ -33,33 +33,33 @@ def heavy_products(
     M, N, K = x.shape[0], ffn.N, ffn.K
     window = heavy_window(M, N, K, training=training)
     x_rows, hidden = x.new_empty((window, K)), y.new_empty((window, N))
-    maps_of_hidden = (
-        tensor_map(x_rows, spec.INPUT_BOX_ROWS),
-        tensor_map(ffn.gate.values, spec.WEIGHT_BOX_ROWS),
-        tensor_map(ffn.up.values, spec.WEIGHT_BOX_ROWS),
-    )
-    maps_of_down = (
-        tensor_map(hidden, spec.INPUT_BOX_ROWS),
-        tensor_map(ffn.by_neurons, spec.PRODUCT_INNER),
-    )
+    of_gather = {"x": x, "heavy_rows": heavy_rows, "num_inner": K, "x_rows": x_rows}
+    of_hidden = {
+        "x_map": tensor_map(x_rows, spec.INPUT_BOX_ROWS),
+        "gate_map": tensor_map(ffn.gate.values, spec.WEIGHT_BOX_ROWS),
+        "up_map": tensor_map(ffn.up.values, spec.WEIGHT_BOX_ROWS),
+        "b_gate": ffn.gate.bias,
+        "b_up": ffn.up.bias,
+        "num_columns": N,
+        "num_inner": K,
+        "hidden": hidden,
+    }
+    of_down = {
+        "hidden_map": tensor_map(hidden, spec.INPUT_BOX_ROWS),
+        "down_map": tensor_map(ffn.by_neurons, spec.PRODUCT_INNER),
+        "b_down": ffn.down.bias,
+        "heavy_rows": heavy_rows,
+        "num_columns": N,
+        "num_inner": K,
+        "y": y,
+    }
+    gather_grid = min(window, 4 * limits.num_sms)
+    hidden_grid = product_grid(window, 2 * N, limits.num_sms)
+    down_grid = product_grid(window, K, limits.num_sms)
     for start in range(0, M, window):
+        at = {"heavy_count": heavy_count, "window_start": start, "window": window}
+        kernels.launch("heavy_gather", (gather_grid,), spec.GATHER_BLOCK, of_gather | at)
         kernels.launch(
-            "heavy_gather",
-            (min(window, 4 * limits.num_sms),),
-            spec.GATHER_BLOCK,
-            (x, heavy_rows, heavy_count, start, window, K, x_rows),
+            "heavy_hidden", (hidden_grid,), spec.PRODUCT_BLOCK, of_hidden | at, HEAVY_SMEM
         )
-        kernels.launch(
-            "heavy_hidden",
-            (product_grid(window, 2 * N, limits.num_sms),),
-            spec.PRODUCT_BLOCK,
-            (*maps_of_hidden, ffn.gate.bias, ffn.up.bias, heavy_count, start, window, N, K, hidden),
-            HEAVY_SMEM,
-        )
-        kernels.launch(
-            "heavy_down",
-            (product_grid(window, K, limits.num_sms),),
-            spec.PRODUCT_BLOCK,
-            (*maps_of_down, ffn.down.bias, heavy_rows, heavy_count, start, window, N, K, y),
-            HEAVY_SMEM,
-        )
+        kernels.launch("heavy_down", (down_grid,), spec.PRODUCT_BLOCK, of_down | at, HEAVY_SMEM)

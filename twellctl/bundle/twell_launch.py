@@ -8,34 +8,33 @@ the one in front has ended: `start` launches all, whether they overlap or not.
 
 import ctypes
 import functools
-import itertools
 import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType, NoneType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .twell_nvrtc import Cubin, KernelError, digest_of, load_cubin, static_shared, what_is_missing
+from .twell_nvrtc import (
+    Cubin,
+    KernelError,
+    digest_of,
+    load_cubin,
+    static_shared,
+    what_is_missing,
+    with_headers,
+)
 from .twell_plan import Limits
+from .twell_signatures import Signature, signature_of
 from .twell_spec import ENTRY_FILES
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 # CU_LAUNCH_ATTRIBUTE_...
 _COOPERATIVE, _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
-# how an argument of each type lies in its place
-_PLACES = {
-    Tensor: "Q",
-    NoneType: "Q",
-    int: "i4x",
-    float: "f4x",
-    np.int64: "q",
-    np.void: "128s",  # a tensor map
-}
 _MOST_BYTES = 4096  # of the arguments of a kernel
 
 
@@ -59,7 +58,7 @@ class _Frame(threading.local):
         self.together = _Attribute(_COOPERATIVE, value=(1,))
         kept = self.config, self.early, self.together
         self.config_at, self.early_at, self.together_at = map(ctypes.addressof, kept)
-        self.pointers: dict[tuple, ctypes.Array] = {}
+        self.pointers: dict[Signature, ctypes.Array] = {}  # to each argument
 
 
 _frame = _Frame()
@@ -69,7 +68,8 @@ def start(
     function: int,
     grid: Sequence[int],
     block: int,
-    args: tuple[object, ...],
+    signature: Signature,
+    args: Mapping[str, object],
     smem_bytes: int,
     stream: int,
     *,
@@ -79,24 +79,16 @@ def start(
     """Launch CUfunction `function`; with `overlap` it may start before the kernel in front ends,
     or else with `together` all its blocks run at the same time.
 
-    Of `args` tensors are pointers, None is a null pointer, int and float have 32 bits, np.int64 and
-    tensor maps are what they are. The function's device must be the current one. Raises
+    `args` are those of its `signature`. The function's device must be the current one. Raises
     `KernelError` if the driver refuses.
     """
-    frame, kinds = _frame, tuple(map(type, args))
-    layout, tensors, others = _layout(kinds)
-    values: list[Any] = list(args)
-    for i in tensors:
-        values[i] = values[i].data_ptr()
-    for i in others:
-        values[i] = 0 if values[i] is None else values[i].tobytes()
-    layout.pack_into(frame.values, 0, *values)
-    pointers = frame.pointers.get(kinds)
+    frame = _frame
+    signature.pack_into(frame.values, args)
+    pointers = frame.pointers.get(signature)
     if pointers is None:
-        base = ctypes.addressof(frame.values)
-        sizes = (struct.calcsize("=" + _place(kind)) for kind in kinds[:-1])
-        places = list(itertools.accumulate(sizes, initial=base))
-        pointers = frame.pointers[kinds] = (ctypes.c_void_p * len(places))(*places)
+        base, num = ctypes.addressof(frame.values), len(signature.offsets)
+        places = (base + offset for offset in signature.offsets)
+        pointers = frame.pointers[signature] = (ctypes.c_void_p * num)(*places)
     size = (*grid, *(1,) * (3 - len(grid)), block, 1, 1, smem_bytes)
     attribute = frame.early_at if overlap else frame.together_at if together else 0
     _CONFIG.pack_into(frame.config, 0, *size, stream, attribute, int(attribute > 0))
@@ -107,18 +99,6 @@ def start(
         status = _launch_kernel()(*given)
     if status:
         raise KernelError(f"cuLaunchKernelEx answers {status} for a grid of {tuple(grid)}")
-
-
-@functools.cache
-def _layout(kinds: tuple[type, ...]) -> tuple[struct.Struct, tuple[int, ...], tuple[int, ...]]:
-    """(places of arguments of these types, which of them are tensors, None or tensor maps)."""
-    tensors = (i for i, kind in enumerate(kinds) if issubclass(kind, Tensor))
-    others = (i for i, kind in enumerate(kinds) if kind in (NoneType, np.void))
-    return struct.Struct("=" + "".join(map(_place, kinds))), tuple(tensors), tuple(others)
-
-
-def _place(kind: type) -> str:
-    return _PLACES[Tensor if issubclass(kind, Tensor) else kind]
 
 
 def clusters_at_once(function: int, cluster: int, block: int, smem_bytes: int) -> int:
@@ -204,6 +184,7 @@ class KernelSet:
     def __init__(self, sources: Mapping[str, bytes], index: int):
         self._sources, self._index = sources, index
         self._functions: dict[str, Any] = {}
+        self._signatures: dict[str, Signature] = {}
         self._modules: dict[str, Any] = {}
         self._static: dict[str, int] = {}  # shared memory that an entry declares
         self._shared: dict[str, int] = {}  # and may be given beside that
@@ -236,7 +217,7 @@ class KernelSet:
         name: str,
         grid: tuple[int, ...],
         block: int,
-        args: Iterable[object],
+        args: Mapping[str, object],
         smem_bytes: int = 0,
         *,
         overlap: bool = False,
@@ -244,7 +225,8 @@ class KernelSet:
     ) -> None:
         """Launch entry `name` on torch's current stream of this device.
 
-        `args` are as `start` takes them. `overlap` lets the kernel start before the one in front
+        `args` are by the names of its parameters, as its source has them: tensors or None for
+        pointers, tensor maps, and numbers. `overlap` lets the kernel start before the one in front
         of it has ended (kernels/ptx/pdl.cuh says what it may do then); `together`: its blocks
         wait for each other.
         """
@@ -252,7 +234,7 @@ class KernelSet:
         if function is None:
             self.prepare([name])
             function = self._functions[name]
-        given = name, function, grid, block, tuple(args), smem_bytes, overlap, together
+        given = name, function, grid, block, args, smem_bytes, overlap, together
         if torch._C._cuda_getDevice() == self._index:
             self._start(*given)
         else:
@@ -264,8 +246,17 @@ class KernelSet:
             self._allow_shared(name, function, smem_bytes)
         early = overlap and device_limits(self._index).capability >= (9, 0)
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        how = {"overlap": early, "together": together}
-        start(function.ptr, grid, block, args, smem_bytes, stream, **how)
+        start(
+            function.ptr,
+            grid,
+            block,
+            self._signatures[name],
+            args,
+            smem_bytes,
+            stream,
+            overlap=early,
+            together=together,
+        )
 
     def _allow_shared(self, name: str, function, smem_bytes: int) -> None:
         """Permission for all that there is: then no launch depends on those before it."""
@@ -281,6 +272,7 @@ class KernelSet:
         for name, file in files.items():
             if file not in self._sources:
                 raise KernelError(f"{file}, where kernel {name} should be, is not in this export")
+        signatures = self._read_signatures(files)
         arch = device_limits(self._index).arch
         new = [file for file in dict.fromkeys(files.values()) if file not in self._modules]
         with ThreadPoolExecutor(max(1, len(new))) as pool:  # NVRTC compiles side by side
@@ -290,8 +282,17 @@ class KernelSet:
                 self._modules[file] = self._module(file, arch, cubin)
                 self._static |= static
         for name, file in files.items():
+            self._signatures[name] = signatures[name]
             self._shared[name] = _UNASKED_SHARED - self._static[name]
             self._functions[name] = self._modules[file].get_function(name)
+
+    def _read_signatures(self, files: Mapping[str, str]) -> dict[str, Signature]:
+        """Of entries, by the files where they lie."""
+        texts = {file: with_headers(file, self._sources).values() for file in {*files.values()}}
+        try:
+            return {name: signature_of(name, texts[file]) for name, file in files.items()}
+        except ValueError as error:
+            raise KernelError(str(error)) from error
 
     def _module(self, file: str, arch: str, cubin: Cubin):
         self.logs[file] = cubin.log

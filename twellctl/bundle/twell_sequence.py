@@ -11,7 +11,6 @@ of plan.cu, up.cu, hidden.cu and down.cu.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,10 +76,18 @@ def launch_gate_pack(
         "gate_pack",
         (product_grid(M, N, limits.num_sms),),
         spec.PRODUCT_BLOCK,
-        (
-            *(tensor_map(x, spec.INPUT_BOX_ROWS), tensor_map(w_gate, spec.WEIGHT_BOX_ROWS), b_gate),
-            *(M, N, K, entries.shape[2], counts, entries, heavy_count),
-        ),
+        {
+            "x_map": tensor_map(x, spec.INPUT_BOX_ROWS),
+            "w_map": tensor_map(w_gate, spec.WEIGHT_BOX_ROWS),
+            "b_gate": b_gate,
+            "num_rows": M,
+            "num_columns": N,
+            "num_inner": K,
+            "num_slots": entries.shape[2],
+            "counts": counts,
+            "entries": entries,
+            "heavy_count": heavy_count,
+        },
         GATE_PACK_SMEM,
     )
 
@@ -127,11 +134,26 @@ def launch_plan(
         "plan_cluster",
         (plan.num_tiles * spec.PLAN_CLUSTER,),
         spec.PLAN_CLUSTER_BLOCK,
-        (
-            *(counts, entries, M, plan.N, plan.slots, plan.cap, plan.most, plan.tile_tokens),
-            *(plan.panel_rows, P, plan.group_rounds, lists.num_rounds, lists.rounds, lists.links),
-            *(lists.pair_start, lists.pairs, lists.heavy_rows, heavy_count),
-        ),
+        {
+            "counts": counts,
+            "entries": entries,
+            "M": M,
+            "N": plan.N,
+            "S": plan.slots,
+            "cap": plan.cap,
+            "most": plan.most,
+            "tile_tokens": plan.tile_tokens,
+            "panel_rows": plan.panel_rows,
+            "num_panels": P,
+            "group_rounds": plan.group_rounds,
+            "num_rounds": lists.num_rounds,
+            "rounds": lists.rounds,
+            "links": lists.links,
+            "pair_start": lists.pair_start,
+            "pairs": lists.pairs,
+            "heavy_rows": lists.heavy_rows,
+            "heavy_count": heavy_count,
+        },
         plan.plan_cluster_smem,
     )
     return lists
@@ -146,11 +168,20 @@ def launch_up(
         "up",
         plan.up_grid,
         spec.UP_BLOCK,
-        (
-            *(x, weight, plan.M, plan.N, plan.K, plan.tile_tokens, plan.cap),
-            *(plan.slabs_per_range, lists.pair_start, lists.pairs, partial),
-            np.int64(plan.num_pairs),
-        ),
+        {
+            "x": x,
+            "w_up": weight,
+            "M": plan.M,
+            "N": plan.N,
+            "K": plan.K,
+            "tile_tokens": plan.tile_tokens,
+            "cap": plan.cap,
+            "slabs_per_range": plan.slabs_per_range,
+            "pair_start": lists.pair_start,
+            "pairs": lists.pairs,
+            "partial": partial,
+            "partial_stride": plan.num_pairs,
+        },
         plan.up_smem,
     )
     return partial
@@ -171,12 +202,25 @@ def launch_hidden(
         "hidden",
         grid,
         spec.HIDDEN_BLOCK,
-        (
-            *(partial, np.int64(plan.num_pairs), plan.num_ranges, lists.links, lists.pair_start),
-            *(lists.pairs, plan.M, plan.N, plan.tile_tokens, plan.cap, plan.panel_rows),
-            *(plan.num_panels, plan.group_rounds, ffn.up.bias, lists.num_rounds, lists.rounds),
-            lists.masks,
-        ),
+        {
+            "partial": partial,
+            "partial_stride": plan.num_pairs,
+            "num_ranges": plan.num_ranges,
+            "links": lists.links,
+            "pair_start": lists.pair_start,
+            "pairs": lists.pairs,
+            "M": plan.M,
+            "N": plan.N,
+            "tile_tokens": plan.tile_tokens,
+            "cap": plan.cap,
+            "panel_rows": plan.panel_rows,
+            "num_panels": plan.num_panels,
+            "group_rounds": plan.group_rounds,
+            "b_up": ffn.up.bias,
+            "num_rounds": lists.num_rounds,
+            "rounds": lists.rounds,
+            "masks": lists.masks,
+        },
         smem_bytes,
     )
     return lists
@@ -191,20 +235,33 @@ def launch_hidden_kept(
             "add_parts",
             (plan.num_tiles, PARTS_BLOCKS),
             spec.GRAD_PAIRS_BLOCK,
-            (
-                *(partial, np.int64(plan.num_pairs), plan.num_ranges, lists.pair_start, plan.N),
-                *(plan.tile_tokens, plan.cap),
-            ),
+            {
+                "partial": partial,
+                "partial_stride": plan.num_pairs,
+                "num_ranges": plan.num_ranges,
+                "pair_start": lists.pair_start,
+                "N": plan.N,
+                "tile_tokens": plan.tile_tokens,
+                "cap": plan.cap,
+            },
         )
     lists = replace(lists, masks=_masks(plan, partial), gate_up=torch.empty_like(lists.pairs))
     kernels.launch(
         "hidden_kept",
         plan.gather_grid(limits),
         spec.HIDDEN_BLOCK,
-        (
-            *(partial, lists.links, plan.M, plan.panel_rows, plan.num_panels, plan.group_rounds),
-            *(lists.num_rounds, lists.rounds, lists.masks, lists.gate_up),
-        ),
+        {
+            "sums": partial,
+            "links": lists.links,
+            "M": plan.M,
+            "panel_rows": plan.panel_rows,
+            "num_panels": plan.num_panels,
+            "group_rounds": plan.group_rounds,
+            "num_rounds": lists.num_rounds,
+            "rounds": lists.rounds,
+            "masks": lists.masks,
+            "kept": lists.gate_up,
+        },
     )
     return lists
 
@@ -223,21 +280,21 @@ def launch_down(kernels: KernelSet, plan: Plan, ffn: FFN, lists: PairLists, y: T
             "down",
             plan.down_grid,
             spec.DOWN_BLOCK,
-            (
-                ffn.by_neurons,
-                ffn.down.bias,
-                lists.num_rounds,
-                lists.rounds,
-                lists.masks,
-                M,
-                N,
-                K,
-                panel,
-                plan.panel_rows,
-                P,
-                plan.group_rounds,
-                sums,
-                y,
-            ),
+            {
+                "w_down": ffn.by_neurons,
+                "b_down": ffn.down.bias,
+                "num_rounds": lists.num_rounds,
+                "rounds": lists.rounds,
+                "masks": lists.masks,
+                "M": M,
+                "N": N,
+                "K": K,
+                "panel": panel,
+                "panel_rows": plan.panel_rows,
+                "num_panels": P,
+                "group_rounds": plan.group_rounds,
+                "y32": sums,
+                "y": y,
+            },
             plan.down_smem,
         )

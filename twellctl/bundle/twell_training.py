@@ -15,7 +15,6 @@ stands in grad_lists.cuh.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,6 +115,17 @@ def backward(
     return replace(found, x=run.of_x()) if wanted.x else found
 
 
+@dataclass(frozen=True)
+class _Lists:
+    """Lists as grad_lists.cuh lays them out; `hidden` where h of the pairs is asked for."""
+
+    heads: Tensor
+    codes: Tensor
+    pairs: Tensor
+    hidden: Tensor | None
+    masks: Tensor
+
+
 class _Backward:
     """One backward pass."""
 
@@ -136,10 +146,13 @@ class _Backward:
         self.x, self.ffn, self.grad_y, self.penalty, self.kept = x, ffn, grad_y, penalty, kept
         self.wanted = wanted
         self.heavy = self._heavy_grads()
-        self.values = kept.gate_up, self._pair_grads()
+        self.pair_grads = self._pair_grads()
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.x.device)
+
+    def _zero(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=self.x.device)
 
     def _heavy_grads(self) -> HeavyGrads | None:
         """Of the heavy rows, if there are any."""
@@ -157,16 +170,23 @@ class _Backward:
         partial = twell_sequence.launch_up(
             self.kernels, plan, self.grad_y, self.ffn.by_neurons, kept
         )
-        stride = np.int64(plan.num_pairs)
         grads = torch.empty_like(kept.gate_up)
         self.kernels.launch(
             "grad_pairs",
             (plan.num_tiles, PARTS_BLOCKS),
             spec.GRAD_PAIRS_BLOCK,
-            (
-                *(partial, stride, plan.num_ranges, kept.pair_start, kept.gate_up, self.penalty),
-                *(plan.N, plan.tile_tokens, plan.cap, grads),
-            ),
+            {
+                "partial": partial,
+                "partial_stride": plan.num_pairs,
+                "num_ranges": plan.num_ranges,
+                "pair_start": kept.pair_start,
+                "kept": kept.gate_up,
+                "penalty_at": self.penalty,
+                "N": plan.N,
+                "tile_tokens": plan.tile_tokens,
+                "cap": plan.cap,
+                "grads": grads,
+            },
         )
         return grads
 
@@ -183,75 +203,115 @@ class _Backward:
         size = self.plan.N, self.plan.K
         return [self._empty(*size, dtype=torch.float32) for _ in names]
 
-    def _lists(self, fours: int, panels: int, rounds: int, *, hidden: bool) -> tuple:
-        """Room for heads, codes, values of pairs, h if it is asked for, and masks."""
-        values = self._empty(rounds, 16), self._empty(rounds, 8) if hidden else None
-        masks = self._empty(ceil_div(rounds, 8), 16)
-        return self._empty(fours * panels, 2), self._empty(rounds, 8), *values, masks
+    def _out(self, names: Sequence[str], as_bf16: bool) -> list[Tensor | None]:
+        """bf16 `[N, K]`, into which gradients are rounded; None where the sums are the result."""
+        size, dtype = (self.plan.N, self.plan.K), torch.bfloat16
+        return [self._empty(*size, dtype=dtype) if as_bf16 else None for _ in names]
+
+    def _room(self, fours: int, panels: int, rounds: int, *, hidden: bool) -> _Lists:
+        """For lists of so many rounds; `hidden`: with h."""
+        return _Lists(
+            heads=self._empty(fours * panels, 2),
+            codes=self._empty(rounds, 8),
+            pairs=self._empty(rounds, 16),
+            hidden=self._empty(rounds, 8) if hidden else None,
+            masks=self._empty(ceil_div(rounds, 8), 16),
+        )
 
     def of_neurons(self, dtype: torch.dtype) -> Grads:
         """Gradients that are summed over tokens."""
+        lists, as_bf16 = self._list_neurons(), dtype != torch.float32
+        gate = up = down = None
+        if self.wanted.gate_up:
+            gate, up = self._gate_up(lists, as_bf16)
+        if self.wanted.w_down:
+            down = self._down(lists, as_bf16)
+        return Grads(None, gate, up, down)
+
+    def _gate_up(self, lists: _Lists, as_bf16: bool) -> list[Tensor | None]:
+        """The gradients of the gate's and of the up's weight."""
+        sums, out = self._sums(GATE_UP, as_bf16), self._out(GATE_UP, as_bf16)
+        self._add_up(
+            "grad_gate_up",
+            lists,
+            x=self.x,
+            pairs=lists.pairs,
+            sums_gate=sums[0],
+            sums_up=sums[1],
+            out_gate=out[0],
+            out_up=out[1],
+        )
+        return out if as_bf16 else sums
+
+    def _down(self, lists: _Lists, as_bf16: bool) -> Tensor | None:
+        """The gradient of W_down."""
+        (sums,), (out,) = self._sums(DOWN, as_bf16), self._out(DOWN, as_bf16)
+        self._add_up(
+            "grad_down",
+            lists,
+            grad_y=self.grad_y,
+            hidden=lists.hidden,
+            sums=sums,
+            out=out,
+        )
+        return out if as_bf16 else sums
+
+    def _list_neurons(self) -> _Lists:
+        """The pairs by neurons."""
         plan, of_pass, kept = self.plan, self.of_pass, self.kept
-        size = (plan.N, plan.K)
-        panels, rows = of_pass.token_panels, of_pass.token_panel_rows
-        room = of_pass.neuron_fours, panels, of_pass.neuron_rounds
-        heads, codes, pairs, hidden, masks = self._lists(*room, hidden=True)
-        num_listed = torch.zeros(1, dtype=torch.int32, device=self.x.device)
+        panels = of_pass.token_panels
+        lists = self._room(of_pass.neuron_fours, panels, of_pass.neuron_rounds, hidden=True)
         self.kernels.launch(
             "list_neurons",
             (plan.num_neuron_groups, panels),
             spec.GRAD_LISTS_BLOCK,
-            (
-                *(kept.pair_start, kept.pairs, *self.values, plan.N, plan.num_tiles),
-                *(plan.tile_tokens, plan.cap, of_pass.panel_tiles, num_listed),
-                *(heads, codes, pairs, hidden, masks),
-            ),
-            of_pass.lists_smem(rows),
+            {
+                "pair_start": kept.pair_start,
+                "pairs": kept.pairs,
+                "kept": kept.gate_up,
+                "grads": self.pair_grads,
+                "N": plan.N,
+                "num_tiles": plan.num_tiles,
+                "tile_tokens": plan.tile_tokens,
+                "cap": plan.cap,
+                "panel_tiles": of_pass.panel_tiles,
+                "num_listed": self._zero(),
+                "heads": lists.heads,
+                "codes": lists.codes,
+                "values": lists.pairs,
+                "hidden": lists.hidden,
+                "masks": lists.masks,
+            },
+            of_pass.lists_smem(of_pass.token_panel_rows),
         )
+        return lists
 
-        def add_up(
-            name: str, of_rows: Tensor, values: Tensor, names: Sequence[str]
-        ) -> list[Tensor | None]:
-            """The sums of these weights, in the dtype that is asked for."""
-            as_bf16 = dtype != torch.float32
-            sums = self._sums(names, as_bf16)
-            out = [self._empty(*size, dtype=dtype) if as_bf16 else None for _ in names]
-            self.kernels.launch(
-                name,
-                (plan.K // 16, of_pass.weight_splits),
-                spec.GRAD_SUMS_BLOCK,
-                (
-                    *(of_rows, heads, codes, values, masks, plan.M, plan.N, plan.K),
-                    *(rows, panels, kept.heavy_count, *sums, *out),
-                ),
-                of_pass.weights_smem,
-            )
-            return out if as_bf16 else sums
-
-        gate = up = down = None
-        if self.wanted.gate_up:
-            gate, up = add_up("grad_gate_up", self.x, pairs, GATE_UP)
-        if self.wanted.w_down:
-            (down,) = add_up("grad_down", self.grad_y, hidden, DOWN)
-        return Grads(None, gate, up, down)
+    def _add_up(self, name: str, lists: _Lists, **own: Tensor | None) -> None:
+        """Launch one of the sums over tokens; `own`: what it takes beside what both take."""
+        plan, of_pass = self.plan, self.of_pass
+        self.kernels.launch(
+            name,
+            (plan.K // 16, of_pass.weight_splits),
+            spec.GRAD_SUMS_BLOCK,
+            {
+                "heads": lists.heads,
+                "codes": lists.codes,
+                "masks": lists.masks,
+                "M": plan.M,
+                "N": plan.N,
+                "K": plan.K,
+                "panel_rows": of_pass.token_panel_rows,
+                "num_panels": of_pass.token_panels,
+                "heavy_count": self.kept.heavy_count,
+                **own,
+            },
+            of_pass.weights_smem,
+        )
 
     def of_x(self) -> Tensor:
         """The gradient of x."""
-        plan, of_pass, kept = self.plan, self.of_pass, self.kept
-        panels, rows = of_pass.x_panels, of_pass.x_panel_rows
-        room = of_pass.token_fours, panels, of_pass.token_rounds
-        heads, codes, pairs, _, masks = self._lists(*room, hidden=False)
-        num_listed = torch.zeros(1, dtype=torch.int32, device=self.x.device)
-        self.kernels.launch(
-            "list_tokens",
-            (plan.num_groups, panels),
-            spec.GRAD_LISTS_BLOCK,
-            (
-                *(kept.num_rounds, kept.rounds, kept.links, *self.values, plan.M, rows),
-                *(of_pass.x_split, plan.group_rounds, num_listed, heads, codes, pairs, masks),
-            ),
-            of_pass.lists_smem(rows),
-        )
+        plan, of_pass = self.plan, self.of_pass
+        lists, panels = self._list_tokens(), of_pass.x_panels
         grad = torch.empty_like(self.x)
         size, fp32 = (of_pass.x_chunk, plan.K), torch.float32
         sums = self._empty(*size, dtype=fp32) if panels > 1 else None
@@ -259,13 +319,54 @@ class _Backward:
             "grad_x",
             (plan.K // 16, of_pass.x_shares),
             spec.GRAD_SUMS_BLOCK,
-            (
-                *(self.ffn.gate.values, self.ffn.up.values, heads, codes, pairs, masks),
-                *(plan.M, plan.N, plan.K, rows, panels, of_pass.x_chunk, sums, grad),
-            ),
+            {
+                "w_gate": self.ffn.gate.values,
+                "w_up": self.ffn.up.values,
+                "heads": lists.heads,
+                "codes": lists.codes,
+                "pairs": lists.pairs,
+                "masks": lists.masks,
+                "M": plan.M,
+                "N": plan.N,
+                "K": plan.K,
+                "panel_rows": of_pass.x_panel_rows,
+                "num_panels": panels,
+                "chunk": of_pass.x_chunk,
+                "sums": sums,
+                "out": grad,
+            },
             of_pass.x_smem,
         )
-        del heads, codes, pairs, masks, sums  # the launches behind use their memory again
+        del lists, sums  # the launches behind use their memory again
         if self.heavy is not None:
             grad[self.heavy.rows] = self.heavy.x
         return grad
+
+    def _list_tokens(self) -> _Lists:
+        """The pairs by tokens."""
+        plan, of_pass, kept = self.plan, self.of_pass, self.kept
+        panels, rows = of_pass.x_panels, of_pass.x_panel_rows
+        lists = self._room(of_pass.token_fours, panels, of_pass.token_rounds, hidden=False)
+        self.kernels.launch(
+            "list_tokens",
+            (plan.num_groups, panels),
+            spec.GRAD_LISTS_BLOCK,
+            {
+                "num_rounds": kept.num_rounds,
+                "rounds": kept.rounds,
+                "links": kept.links,
+                "kept": kept.gate_up,
+                "grads": self.pair_grads,
+                "M": plan.M,
+                "panel_rows": rows,
+                "split": of_pass.x_split,
+                "group_rounds": plan.group_rounds,
+                "num_listed": self._zero(),
+                "heads": lists.heads,
+                "codes": lists.codes,
+                "values": lists.pairs,
+                "masks": lists.masks,
+            },
+            of_pass.lists_smem(rows),
+        )
+        return lists

@@ -197,32 +197,32 @@ def attend(
         plan.entry,
         plan.grid,
         32 * plan.num_warps,
-        (
-            qkv,
-            positions,
-            tables,
-            tables.stride(0),
-            tables.shape[1],
-            rotary.cos,
-            rotary.sin,
-            plan.D,
-            rotary.turned // 2,
-            layer.q_norm,
-            layer.k_norm,
-            float(layer.eps),
-            layer.keys,
-            layer.values,
-            plan.Hkv,
-            plan.H // plan.Hkv,
-            layer.window or 0,
-            plan.whole_batches,
-            int(plan.queries > 1),
-            float(layer.scale),
-            float(layer.cap or 0),
-            workspace.parts,
-            workspace.tickets,
-            out,
-        ),
+        {
+            "qkv": qkv,
+            "positions": positions,
+            "tables": tables,
+            "table_stride": tables.stride(0),
+            "width": tables.shape[1],
+            "cos": rotary.cos,
+            "sin": rotary.sin,
+            "columns": plan.D,
+            "half": rotary.turned // 2,
+            "q_norm": layer.q_norm,
+            "k_norm": layer.k_norm,
+            "eps": layer.eps,
+            "keys": layer.keys,
+            "values": layer.values,
+            "num_kv_heads": plan.Hkv,
+            "sharing": plan.H // plan.Hkv,
+            "window": layer.window or 0,
+            "whole_batches": plan.whole_batches,
+            "new_is_cached": plan.queries > 1,
+            "scale": layer.scale,
+            "cap": layer.cap or 0,
+            "parts": workspace.parts,
+            "tickets": workspace.tickets,
+            "out": out,
+        },
         plan.smem_bytes,
         overlap=True,
     )
@@ -243,23 +243,23 @@ def _store_keys(
         "store_keys",
         (plan.Hkv, len(qkv)),
         32,
-        (
-            qkv,
-            positions,
-            tables,
-            tables.stride(0),
-            rotary.cos,
-            rotary.sin,
-            plan.D,
-            rotary.turned // 2,
-            layer.k_norm,
-            float(layer.eps),
-            layer.keys,
-            layer.values,
-            plan.Hkv,
-            plan.H // plan.Hkv,
-            plan.width,
-        ),
+        {
+            "qkv": qkv,
+            "positions": positions,
+            "tables": tables,
+            "table_stride": tables.stride(0),
+            "cos": rotary.cos,
+            "sin": rotary.sin,
+            "columns": plan.D,
+            "half": rotary.turned // 2,
+            "k_norm": layer.k_norm,
+            "eps": layer.eps,
+            "keys": layer.keys,
+            "values": layer.values,
+            "num_kv_heads": plan.Hkv,
+            "sharing": plan.H // plan.Hkv,
+            "width": plan.width,
+        },
         20 * plan.width,
         overlap=True,
     )
@@ -324,7 +324,7 @@ def rms_norm(
     if reason := why_no_norm(K):
         raise ValueError(reason)
     y = torch.empty_like(x) if out is None else out
-    args = (x, weight, float(eps), K, x.stride(0), y)
+    args = {"x": x, "weight": weight, "eps": eps, "K": K, "stride": x.stride(0), "y": y}
     kernels.launch("rms_norm", (B,), _norm_block(K), args, overlap=True)
     return y
 
@@ -336,8 +336,22 @@ def add_norm(
     sum itself."""
     B, K = x.shape
     total, y = torch.empty_like(x), None if weight is None else torch.empty_like(x)
-    args = (z, weight_of_z, x, weight, float(eps), K, total, y)
-    kernels.launch("add_norm", (B,), _norm_block(K), args, overlap=True)
+    kernels.launch(
+        "add_norm",
+        (B,),
+        _norm_block(K),
+        {
+            "z": z,
+            "weight_of_z": weight_of_z,
+            "x": x,
+            "weight": weight,
+            "eps": eps,
+            "K": K,
+            "sum": total,
+            "y": y,
+        },
+        overlap=True,
+    )
     return total, total if y is None else y
 
 
@@ -358,9 +372,23 @@ def embed_norm(
     """
     (B,), K = tokens.shape, table.shape[1]
     x, y = table.new_empty(2, B, K)
-    num_counts = 0 if counts is None else counts.numel()
-    args = (tokens, table, float(scale), weight, float(eps), K, counts, num_counts, x, y)
-    kernels.launch("embed_norm", (B,), _norm_block(K), args)
+    kernels.launch(
+        "embed_norm",
+        (B,),
+        _norm_block(K),
+        {
+            "tokens": tokens,
+            "table": table,
+            "scale": scale,
+            "weight": weight,
+            "eps": eps,
+            "K": K,
+            "counts": counts,
+            "num_counts": 0 if counts is None else counts.numel(),
+            "x": x,
+            "y": y,
+        },
+    )
     return x, y
 
 

@@ -110,9 +110,8 @@ class WholeStep:
         self._entry = sizes.entry(form)
         self._layers, self._screens = layers, screens  # the table holds pointers to them
         self._kv_heads, self._scale = layers[0].attend.keys.shape[1], layers[0].attend.scale
-        self._embeddings = embeddings
-        self._weights = last_norm, head, rotary.cos, rotary.sin
-        self._scales = scales
+        self._embeddings, self._last_norm, self._head = embeddings, last_norm, head
+        self._rotary, self._scales = rotary, scales
         K, D, blocks, device = sizes.K, sizes.D, limits.num_sms, head.device
         of_layers: list[Screen | None] = [*screens] if screens else [None] * len(layers)
         words = [_words_of(*both, num_own) for both in zip(layers, of_layers, strict=True)]
@@ -136,25 +135,28 @@ class WholeStep:
             self._entry,
             (self._limits.num_sms,),
             _THREADS,
-            (
-                self._table,
-                len(self._layers),
-                sizes.N,
-                V,
-                sizes.H,
-                self._kv_heads,
-                tokens,
-                positions,
-                tables,
-                embeddings,
-                *self._weights,
-                float(self._scales.eps),
-                float(self._scale),
-                self._words,
-                self._epoch,
-                counts,
-                logits,
-            ),
+            {
+                "layers": self._table,
+                "num_layers": len(self._layers),
+                "N": sizes.N,
+                "V": V,
+                "H": sizes.H,
+                "Hkv": self._kv_heads,
+                "tokens": tokens,
+                "positions": positions,
+                "tables": tables,
+                "embeddings": embeddings,
+                "last_norm": self._last_norm,
+                "head": self._head,
+                "cos": self._rotary.cos,
+                "sin": self._rotary.sin,
+                "eps": self._scales.eps,
+                "scale": self._scale,
+                "words": self._words,
+                "epoch": self._epoch,
+                "counts": counts,
+                "logits": logits,
+            },
             self._limits.smem_bytes,
             together=True,
         )
