@@ -5,7 +5,9 @@ import json
 import re
 import signal
 import socket
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.firing.profiled import save_profile
 from twellctl.fitting import plan as plans
+from twellctl.fitting.folder import prepare_fit, windows_of
 from twellctl.fitting.plan import Shape, plan
 from twellctl.fitting.settings import Fit
 from twellctl.fitting.walk import HeldOut, Walk
@@ -126,17 +129,14 @@ def test_a_fit_of_bf16_weights_holds_states_in_bf16(
 
 
 def _held_out(source, text_file):
-    """The windows that `convert` holds out, made again by the tokenizer alone."""
-    tokenizer, windows = AutoTokenizer.from_pretrained(source), []
-    for line in text_file.read_text().splitlines():
-        ids = tokenizer(json.loads(line)["text"])["input_ids"]
-        windows += [ids[start : start + 32] for start in range(0, len(ids) - 31, 32)]
-        windows += [ids[-32:]] if len(ids) % 32 else []
-        if len(windows) * 32 >= 2048 + 25 * 32:
-            break
-    blocks = torch.tensor(windows[: 64 + 25])
-    middles = [round(len(blocks) * (2 * i + 1) / 16 - 0.5) for i in range(8)]
-    return blocks[middles]
+    """The windows that `convert` holds out, read as it reads them."""
+    with tempfile.TemporaryDirectory() as folder:
+        fit = Fit(data=[str(text_file)], **QUICK)
+        prepare_fit(run := Path(folder, "run"), open_checkpoint(source), fit, overwrite=False)
+        fitted, held_out = windows_of(run, fit)
+    assert (len(fitted), len(held_out)) == (64, 8)
+    assert not {*map(tuple, fitted.tolist())} & {*map(tuple, held_out.tolist())}
+    return held_out
 
 
 def test_a_full_disk_ends_a_fit_in_one_line(started, silu_llama, text_file, tmp_path):
@@ -269,7 +269,7 @@ def refused(make_model, text_file, out, match, kind=TwellError, **settings):
 def test_what_is_refused(make_model, text_file, tmp_path):
     out = tmp_path / "out"
     few, alike = tmp_path / "few.jsonl", tmp_path / "alike.jsonl"
-    few.write_text(json.dumps({"text": "def a(): pass " * 20}) + "\n")
+    few.write_text(json.dumps({"text": "def a(): pass " * 60}) + "\n")
     refused(make_model, few, out, "are too few to fit 128 weights", eval_windows=1)
     refused(make_model, text_file, out, "the model's context, got 10000", UsageError, seq_len=10000)
     refused(make_model, text_file, out, "<= 32, the hidden size, got 33", UsageError, map_rank=33)

@@ -23,10 +23,8 @@ from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import load_tokenizer
 from twellctl.settings import flag_name
 from twellctl.text.blocks import (
-    STRIPES,
-    hold_out,
+    apart,
     in_turn,
-    read_blocks,
     token_stream,
     windows_from_starts,
     write_tokens,
@@ -34,9 +32,9 @@ from twellctl.text.blocks import (
 from twellctl.text.reading import read_texts, text_files
 from twellctl.text.tokens import end_of_text
 
-TOKENS_FILE = "tokens.bin"
-LONGEST_TEXT = 4096  # tokens in a row of one text, for others to come in
-NEIGHBOURS = 2 * STRIPES  # windows at most that are neither fitted on nor held out
+TOKENS_FILE, HELD_OUT_FILE = "tokens.bin", "held-out.bin"
+LONGEST_TEXT = 4  # windows in a row of one text, for others to come in
+SPARE = 16  # 1 of so many tokens more is read than is fitted on, for windows lose some
 LEAST_DIFFERENT = 64  # tokens that a text must have
 TOKENS_A_WEIGHT = 4  # the least number of tokens for each of the N + K unknowns of an output
 
@@ -53,14 +51,14 @@ def prepare_fit(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) ->
         record = Record.read(run)
         if count := num_kept(record):
             record.refuse_other(made_of)
-            if not (run / TOKENS_FILE).exists():
+            if not all((run / name).exists() for name in (TOKENS_FILE, HELD_OUT_FILE)):
                 _write_text(checkpoint, run, fit)
-            record.leave(TOKENS_FILE, *map(layer_file, range(count)))
+            record.leave(TOKENS_FILE, HELD_OUT_FILE, *map(layer_file, range(count)))
             return True
     with staged(run, overwrite=True, not_ours=_not_ours) as stage:
         _write_text(checkpoint, stage, fit)
         _check_enough(checkpoint, stage, fit)
-        Record.begin(stage, made_of, TOKENS_FILE)
+        Record.begin(stage, made_of, TOKENS_FILE, HELD_OUT_FILE)
     return False
 
 
@@ -71,18 +69,25 @@ def _made_of(checkpoint: Checkpoint, fit: Fit) -> dict[str, Any]:
 
 
 def _write_text(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
-    """Write the tokens of as many windows as the fit takes, of all its text in turn."""
-    tokenizer = load_tokenizer(checkpoint)
+    """Write windows to fit on and held out ones, of all its text in turn: of no text in common."""
+    tokenizer, L = load_tokenizer(checkpoint), fit.seq_len
     vocabulary = checkpoint.config.get("vocab_size")
-    wanted = fit.tokens + (windows_held_out(fit) + 1 + NEIGHBOURS) * fit.seq_len
 
     def stream(path: str) -> Iterator[np.ndarray]:
         texts = read_texts([path], fit.text_column, tokenizer)
         return token_stream(texts, tokenizer, vocabulary)
 
-    texts = in_turn((stream(path) for path in fit.data), LONGEST_TEXT)
-    windows = windows_from_starts(texts, fit.seq_len, end_of_text(tokenizer))
-    write_tokens(windows, run / TOKENS_FILE, wanted)
+    texts, left = list[np.ndarray](), fit.tokens + fit.tokens // SPARE + windows_held_out(fit) * L
+    for text in in_turn((stream(path) for path in fit.data), LONGEST_TEXT * L):
+        texts.append(text)
+        if (left := left - len(text)) <= 0:
+            break
+    size = sum(map(len, texts))
+    held = windows_held_out(fit, size // L)
+    parts = apart(texts, (held + 1) * L / max(1, size))  # one is not filled
+    sizes, first = (fit.tokens, held * L), end_of_text(tokenizer)
+    for name, part, most in zip((TOKENS_FILE, HELD_OUT_FILE), parts, sizes, strict=True):
+        write_tokens(windows_from_starts(part, L, first), run / name, most)
 
 
 def _not_ours(run: Path) -> str | None:
@@ -106,20 +111,12 @@ def _check_enough(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
 
 
 def windows_of(run: Path, fit: Fit) -> tuple[Tensor, Tensor]:
-    """(to fit on, held out) `[W, L]` and `[H, L]`.
-
-    Windows next to those held out are in neither: they can have tokens in common with them.
-    """
-    count = (run / TOKENS_FILE).stat().st_size // (4 * fit.seq_len)
-    num_held = windows_held_out(fit, count)
-    train, held = hold_out(count, min(1.0, num_held / max(1, count)))
-    train = np.setdiff1d(train, [held - 1, held + 1])
-    if not len(train):
+    """(to fit on, held out) `[W, L]` and `[H, L]`."""
+    found = [np.fromfile(run / name, np.int32) for name in (TOKENS_FILE, HELD_OUT_FILE)]
+    fitted, held_out = (torch.from_numpy(ids).long().view(-1, fit.seq_len) for ids in found)
+    if not (len(fitted) and len(held_out)):
         raise TwellError(
-            f"the text makes {count} windows of {fit.seq_len} tokens, and {num_held} are "
-            "held out: give more text, or lower --seq-len"
+            f"the text makes {len(fitted)} windows of {fit.seq_len} tokens to fit on, and "
+            f"{len(held_out)} to hold out: give more text, or lower --seq-len"
         )
-    train = train[: max(1, fit.tokens // fit.seq_len)]
-    blocks = read_blocks(run / TOKENS_FILE, fit.seq_len)
-    fitted, held_out = (torch.from_numpy(blocks[part].astype(np.int64)) for part in (train, held))
-    return fitted, held_out
+    return fitted[: max(1, fit.tokens // fit.seq_len)], held_out

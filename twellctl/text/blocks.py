@@ -4,7 +4,7 @@ Texts are joined into one stream with an end-of-text id before each, and the str
 blocks: no padding, every token counts.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from twellctl.text.files import PIECE, More
 from twellctl.text.tokens import check_ids, end_of_text, opening_of
 
 WAITING = 64  # texts, for a window to be filled with those that fit
+CONTEXT = 8  # 1 of so many parts of a window is read again before the end of a long text
 STRIPES = 8  # of neighbours that are held out together, at most
 
 
@@ -87,24 +88,36 @@ def windows_from_starts(
     A model reads a text so, and what it computes for the first token is like nothing after it. No
     text loses its end. A short text is whole in a window, and others that fit follow it. The room
     that is left takes the beginning of the next text, which is whole in the next window. A long
-    text is cut into windows; the last one ends where the text ends, and overlaps the one before.
+    text is cut into windows; what is left of it is taken for a short text, see `_end_of`. The last
+    window, if it is not full, takes the beginning of the one before.
     """
     texts, waiting = iter(stream), list[np.ndarray]()
+    before: np.ndarray = np.zeros(0, np.int32)
     while waiting := waiting + list(islice(texts, WAITING - len(waiting))):
         text = waiting.pop(0)
         if text[0] == first:
             text = text[1:]
-        if len(text) >= seq_len:
-            yield from _cut_up(text, seq_len)
-        elif len(window := _filled(text, waiting, seq_len)) == seq_len:
-            yield window
+        whole = len(text) - len(text) % seq_len
+        if whole:
+            windows = text[:whole].reshape(-1, seq_len)
+            yield from windows
+            before = windows[-1]
+            if whole < len(text):
+                waiting.append(_end_of(text, whole, seq_len, first))
+            continue
+        window = _filled(text, waiting, seq_len)
+        before = np.append(window, before[: seq_len - len(window)])
+        if len(before) == seq_len:  # else there is no other
+            yield before
 
 
-def _cut_up(text: np.ndarray, seq_len: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(text) - seq_len + 1, seq_len):
-        yield text[start : start + seq_len]
-    if len(text) % seq_len:
-        yield text[-seq_len:]
+def _end_of(text: np.ndarray, start: int, seq_len: int, first: int) -> np.ndarray:
+    """What of `text` is left from `start` on, less than a window, after the id `first`.
+
+    Some tokens before it are read once more, since the model predicts it by what goes before.
+    """
+    start = max(start - seq_len // CONTEXT, len(text) - seq_len + 1)
+    return np.append(np.array(first, text.dtype), text[start:])
 
 
 def _filled(text: np.ndarray, waiting: list[np.ndarray], seq_len: int) -> np.ndarray:
@@ -117,6 +130,17 @@ def _filled(text: np.ndarray, waiting: list[np.ndarray], seq_len: int) -> np.nda
     if waiting:
         parts.append(waiting[0][:room])
     return np.concatenate(parts)
+
+
+def apart(texts: Sequence[np.ndarray], share: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(most, held out) `texts`: the latter, evenly spread, hold a `share` of the tokens."""
+    most, held_out = list[np.ndarray](), list[np.ndarray]()
+    seen = held = 0
+    for text in texts:
+        is_held = held < share * seen
+        (held_out if is_held else most).append(text)
+        seen, held = seen + len(text), held + is_held * len(text)
+    return most, held_out
 
 
 def write_tokens(stream: Iterable[np.ndarray], path: Path, limit: int | None = None) -> None:
