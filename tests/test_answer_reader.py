@@ -30,6 +30,7 @@ def as_item(code: str) -> str:
     return f"1. First:\n\n{lines}\n\n2. Done."
 
 
+STAR, FUTURE = "from typing import *\n", "from __future__ import annotations\n"
 # (why, question, answer, whether it is right)
 CODE = [
     ("a label in capitals", SUM, f"Here:\n\n{fence(ADD, 'Python')}\nIt adds.", True),
@@ -80,6 +81,15 @@ CODE = [
     ("a stub last", SUM, f"{fence(ADD)}\n{fence('def add(a, b): pass' + chr(10))}", True),
     ("a stub and the real thing in one", SUM, fence(f"def add(a, b):\n    ...\n\n{ADD}"), True),
     ("corrected", SUM, f"{fence(WRONG)}\nThat subtracts. Instead:\n{fence(ADD)}", True),
+    ("corrected without a fence", SUM, f"{fence(WRONG)}\nInstead:\n\n{ADD}\nIt adds.", True),
+    ("corrected between fences", SUM, f"{fence(WRONG)}\n{ADD}\n{fence('3', 'text')}", True),
+    (
+        "indented after a list",
+        SUM,
+        "1. So\n\n    def add(a, b):\n        return a + b\n\nAnd:",
+        True,
+    ),
+    ("an import before one from __future__", SUM, f"{fence(STAR)}\n{fence(FUTURE + ADD)}", True),
     ("spoilt", SUM, f"{fence(ADD)}\nBetter:\n{fence(WRONG)}", False),
     ("only a stub", SUM, fence("def add(a, b):\n    raise NotImplementedError\n"), False),
     ("wrong", SUM, fence(WRONG), False),

@@ -7,6 +7,7 @@ drafts stay out. If no block defines the function, the answer is its body, and c
 
 import builtins
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from twellctl.evaluation.python_parts import (
     Part,
@@ -132,8 +133,12 @@ def _beginning(code: str) -> list[Part] | None:
 # ---- which code of an answer
 
 
+def _is_python(block: Block) -> bool:
+    return block.label in _PYTHON
+
+
 def _python_blocks(text: str) -> list[Block]:
-    return [block for block in code_blocks(text) if block.label in _PYTHON]
+    return list(filter(_is_python, code_blocks(text)))
 
 
 def _defining(answer: str, name: str, tested: frozenset[str], given: frozenset[str]) -> str | None:
@@ -141,18 +146,32 @@ def _defining(answer: str, name: str, tested: frozenset[str], given: frozenset[s
 
     The tests read the names `tested`, and the prompt binds those of `given`.
     """
-    python = [block.code for block in _python_blocks(answer)]
-    other = [block.code for block in code_blocks(answer) if block.label not in _PYTHON]
-    places = [[first_parts(dedented(code)) for code in codes] for codes in (python, other)]
-    places.append([_between_prose(answer)])
+    found_in_blocks = [(block, first_parts(dedented(block.code))) for block in code_blocks(answer)]
+    other = [parts for block, parts in found_in_blocks if not _is_python(block)]
+    places = [_in_order(answer, found_in_blocks), other, [_between_prose(answer)]]
     for in_full in (True, False):  # a stub only where there is nothing else
         for blocks in places:
             found = [i for i, parts in enumerate(blocks) if _defines(parts, name, in_full)]
             if found:
                 own = blocks.pop(found[-1])
                 others = [part for parts in blocks for part in parts]
-                return _source_of(_needed(others, own, name, tested, given))
+                needed = _needed(others, own, name, tested, given)
+                return _source_of(sorted(needed, key=lambda part: not part.is_future))
     return None
+
+
+def _in_order(answer: str, blocks: Sequence[tuple[Block, list[Part]]]) -> list[list[Part]]:
+    """The statements of each Python block, and of the text before, between and after fences."""
+    lines = answer.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # as Markdown has them
+    found: list[list[Part]] = []
+    end = 0
+    for block, parts in blocks:
+        if block.lines is not None:
+            found.append(_between_prose("\n".join(lines[end : block.lines[0]])))
+            end = block.lines[1]
+        if _is_python(block):
+            found.append(parts)
+    return [*found, _between_prose("\n".join(lines[end:]))]
 
 
 def _defines(parts: Iterable[Part], name: str, in_full: bool = False) -> bool:
@@ -196,11 +215,17 @@ def _between_prose(answer: str) -> list[Part]:
     lines, parts, start = lines[:_MOST_LINES], list[Part](), 0
     while start < len(lines):
         found: list[Part] = []
-        if lines[start].lstrip().startswith(_BEGINNINGS):
-            found = first_parts(dedented("\n".join(lines[start:])))
+        if (begun := lines[start].lstrip()).startswith(_BEGINNINGS):
+            found = first_parts(_indented_by(lines[start][: -len(begun)], lines[start:]))
         parts += found
         start += max(1, found[-1].last_line if found else 1)
     return parts
+
+
+def _indented_by(indent: str, lines: Sequence[str]) -> str:
+    """As many of the first lines as are indented so, or empty, without that."""
+    own = takewhile(lambda line: line.startswith(indent) or not line.strip(), lines)
+    return "\n".join(line.removeprefix(indent) for line in own)
 
 
 def _continued(prompt: str, name: str, answer: str) -> str | None:

@@ -15,10 +15,14 @@ from markdown_it import MarkdownIt
 
 @dataclass(frozen=True)
 class Block:
-    """The `code` of a fence, and the first word after its backticks; "" where it is indented."""
+    """The `code` of a fence, and the first word after its backticks; "" where it is indented.
+
+    A fence has the `lines` of the text from the first on and up to the second.
+    """
 
     label: str
     code: str
+    lines: tuple[int, int] | None
 
 
 _MARKDOWN = MarkdownIt("commonmark").disable("inline")  # only blocks are looked at
@@ -26,8 +30,12 @@ _MARKDOWN = MarkdownIt("commonmark").disable("inline")  # only blocks are looked
 
 def code_blocks(text: str) -> list[Block]:
     """Blocks in order, of any label, also in lists; the last fence may not be closed."""
-    blocks = (token for token in _MARKDOWN.parse(text) if token.type in ("fence", "code_block"))
-    return [Block(_label(token.info), token.content) for token in blocks]
+    blocks = []
+    for token in _MARKDOWN.parse(text):
+        if token.type in ("fence", "code_block"):
+            lines = (token.map[0], token.map[1]) if token.map and token.type == "fence" else None
+            blocks.append(Block(_label(token.info), token.content, lines))
+    return blocks
 
 
 def _label(info: str) -> str:
