@@ -92,12 +92,19 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 
 
-def small(name: str) -> list[str]:
-    """The options of `SMALL` for the command `name`."""
-    options = SMALL.get(name, {}).items()
-    return [
-        {"on": "--{}"}.get(value, "--{}={}").format(flag_name(key), value) for key, value in options
-    ]
+def small(words: list[str]) -> list[str]:
+    """A command line with the options of `SMALL` in the place of its own."""
+    name = next((word for word in words if word in SMALL), "")
+    options = {flag_name(key): str(value) for key, value in SMALL.get(name, {}).items()}
+    kept: list[str] = []
+    left = iter(words)
+    for word in left:
+        flag, equals, _ = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or flag not in options:
+            kept.append(word)
+        elif not equals and options[flag] != "on":
+            next(left)  # its value
+    return kept + [f"--{k}" if v == "on" else f"--{k}={v}" for k, v in options.items()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -124,8 +131,7 @@ def run_all(page: Path, cli) -> None:
         if words[0] == "twellctl":
             for out in OUTS.findall(line):
                 remove(Path(out))
-            name = next((word for word in words[1:] if word in SMALL), "")
-            code, _, err = cli(*words[1:], *small(name))
+            code, _, err = cli(*small(words[1:]))
             assert code == 0, (line, err)
         elif words[:2] == ["pip", "install"]:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
