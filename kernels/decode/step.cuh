@@ -16,8 +16,8 @@
 // after matrix and layer after layer, into a ring of some 190 KB (`produce`), while the eight other
 // warps wait for results of other blocks (`consume`):
 //
-//     x -> norm -> q, k, v ->  attend  -> o, onto x -> norm -> gate -> what fired -> up, down -> sum
-//       all            a head's        all             all        own                all        own
+//     x -> norm -> q, k, v -> attend -> o, onto x -> norm -> gate -> what fired -> up, down -> sum
+//       all            a head's      all             all        own                all        own
 //
 // Below each arrow stands whose results a block waits for: those of all blocks, of the blocks that
 // have a head, or its own. A block that finds that a neuron fires reads its rows of up and down
@@ -170,6 +170,7 @@ struct Step : Neurons {
         if constexpr (Weight::kRowScales)
             if (FORM == kSparseForm && phase == 2) fetch_up_scales(layer(l), share);
         Taken<Weight> taken = {};  // or it would be kept from phase to phase
+
         // the first units are taken before x is there
 #pragma unroll 1
         for (int i = -kTake; i < num_units; i += kTake) {

@@ -57,7 +57,7 @@ struct Units {
     static constexpr int kSliceBytes = kRowBytes / kWarps;
     static constexpr bool kIsOdd = kSliceBytes % 128 != 0;
     static constexpr int kGroups = (kSliceBytes + 64 * kIsOdd) / 64;
-    static constexpr int kChunks = (kRows * kGroups + 7) / 8;  // 16 bytes each, of a unit, of a lane
+    static constexpr int kChunks = (kRows * kGroups + 7) / 8;  // of 16 bytes, of a unit, of a lane
     static constexpr int kXBytes = Kind::kEights * 64 * kGroups;  // of x, beside the slice
 };
 using Layers = Units<Weight>;

@@ -8,8 +8,8 @@
 // first of them. The copy goes by row blocks, and these by panels of 512 columns, of 4608 bytes. Lane
 // 16 half + g has of rows 8 half + 0 .. 7 the 32 columns of group g:
 //
-//     [row][lane][4][4]  bytes: in the low half columns 8 i + 0 .. 3, in the high half 8 i + 4 .. 7;
-//                        8 more than they are worth
+//     [row][lane][4][4]  bytes: in the low half columns 8 i + 0 .. 3, in the high half 8 i + 4
+//                        .. 7; 8 more than they are worth
 //     [lane][row]        bf16: the scales
 //
 // x beside it has 8 bits, by a scale for each 32 columns. What is not finite in x or in a scale makes

@@ -20,8 +20,9 @@
 //
 // Launch: few_down, few_down_wide_1, _2, _4 or _8 for so many octets of tokens; 256 threads; of K
 // columns each block owns 16 TILES / BLOCKS. Dynamic shared memory: the list, 2 bytes a neuron,
-// rounded up to 16, and Down::kBytes. `few_down` lists so many neurons at a time, and goes through several lists if more fired: what it
-// does not take is left to the kernels around it, which start before it ends.
+// rounded up to 16, and Down::kBytes. `few_down` lists so many neurons at a time, and goes through
+// several lists if more fired: what it does not take is left to the kernels around it, which start
+// before it ends.
 #include "spec.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/cluster.cuh"

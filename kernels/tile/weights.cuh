@@ -5,10 +5,10 @@
 //
 //     Memory          what pointers to weights point to
 //     kMultiple       the number of weights in a row is a multiple of this
-//     kInF16          whether it becomes f16 for the mma, where all of x can: x is f16 then, too, times
-//                     a power of two (tile/halves.cuh). Elsewhere it becomes bf16
-//     kRowScales      whether each row has a scale, fp32: `scaled` multiplies the sum of a row by it,
-//                     before a bias is added. Of W_down by rows of neurons there is one for each
+//     kInF16          whether it becomes f16 for the mma, where all of x can: x is f16 then, too,
+//                     times a power of two (tile/halves.cuh). Elsewhere it becomes bf16
+//     kRowScales      whether each row has a scale, fp32: `scaled` multiplies the sum of a row by
+//                     it, before a bias is added. Of W_down by rows of neurons there is one for each
 //                     column of y instead, which multiplies the sum over neurons
 //     as_bf16         eight of the weights in 16 bytes, number `part`, as operands of the mma
 //     as_f16          the same, if kInF16

@@ -20,7 +20,7 @@
 #include "spec.cuh"
 #include "tile/round_masks.cuh"
 
-constexpr int FOUR = spec::GRAD_FOUR;  // rows that share rounds: their two values are the n of one mma
+constexpr int FOUR = spec::GRAD_FOUR;  // rows that share rounds: two values each, the n of one mma
 constexpr int LIST_ALIGNMENT = BATCH;  // of a list's first round
 constexpr int FOUR_MASKS = 16;     // words for 8 rounds
 constexpr int CODES_TOGETHER = 4;  // rounds
