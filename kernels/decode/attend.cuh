@@ -129,7 +129,7 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
     uint4 keys[kLoads], values[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) keys[i] = values[i] = make_uint4(0, 0, 0, 0);
-    const auto load = [&](uint4 (&to)[kLoads], const unsigned short* cache, int batch) {
+    const auto load = [&](uint4(&to)[kLoads], const unsigned short* cache, int batch) {
         cache += place_in_cache<DIM>(job, page, heads.kv, batch * S::BATCH);
         load_batch<DIM>(to, cache, range, batch, lane);
     };
@@ -183,20 +183,21 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
 
 }  // namespace
 
-#define TWELL_ATTEND(name, DIM, HEADS, BLOCKS)                                                \
-    extern "C" __global__ void __launch_bounds__(spec::ATTEND_BLOCK, BLOCKS) name(            \
-        const unsigned short* qkv, const int* positions, const int* tables, int table_stride, \
-        int width, const unsigned short* cos, const unsigned short* sin, int columns,         \
-        int half, const unsigned short* q_norm, const unsigned short* k_norm, float eps,      \
-        unsigned short* keys, unsigned short* values, int num_kv_heads, int sharing,          \
-        int window, int whole_batches, int new_is_cached, float scale, float cap,             \
-        float* parts, unsigned* tickets, unsigned* out) {                                     \
-        extern __shared__ float memory[];                                                     \
-        attend<DIM, HEADS>({qkv, positions, tables, table_stride, width, cos, sin, columns,   \
-                            half, q_norm, k_norm, eps, keys, values, num_kv_heads, sharing,   \
-                            window, whole_batches, new_is_cached, scale, cap, parts, tickets, \
-                            out},                                                             \
-                           memory);                                                           \
+#define TWELL_ATTEND(name, DIM, HEADS, BLOCKS)                                                     \
+    extern "C" __global__ void __launch_bounds__(spec::ATTEND_BLOCK, BLOCKS)                       \
+        name(const unsigned short* qkv, const int* positions, const int* tables, int table_stride, \
+             int width, const unsigned short* cos, const unsigned short* sin, int columns,         \
+             int half, const unsigned short* q_norm, const unsigned short* k_norm, float eps,      \
+             unsigned short* keys, unsigned short* values, int num_kv_heads, int sharing,          \
+             int window, int whole_batches, int new_is_cached, float scale, float cap,             \
+             float* parts, unsigned* tickets, unsigned* out) {                                     \
+        extern __shared__ float memory[];                                                          \
+        attend<DIM, HEADS>(                                                                        \
+            {qkv,           positions, tables,       table_stride, width,   cos,                   \
+             sin,           columns,   half,         q_norm,       k_norm,  eps,                   \
+             keys,          values,    num_kv_heads, sharing,      window,  whole_batches,         \
+             new_is_cached, scale,     cap,          parts,        tickets, out},                  \
+            memory);                                                                               \
     }
 
 TWELL_ENTRIES(TWELL_ATTEND)

@@ -22,7 +22,7 @@ struct Job {
     unsigned short *keys, *values;
     int num_kv_heads, sharing, window, whole_batches;  // sharing: heads of q to one of k and v
     int new_is_cached;  // the new tokens' k and v, by the kernel in front
-    float scale, cap;  // of scores; 0: they are not capped
+    float scale, cap;   // of scores; 0: they are not capped
     float* parts;
     unsigned* tickets;
     unsigned* out;
@@ -30,10 +30,10 @@ struct Job {
 
 template <int DIM>
 struct Shape {
-    static constexpr int EIGHTS = DIM / 8;               // of a head
+    static constexpr int EIGHTS = DIM / 8;                                // of a head
     static constexpr int LANES = EIGHTS > 16 ? 32 : EIGHTS > 8 ? 16 : 8;  // of a position
-    static constexpr int GROUPS = 32 / LANES;            // positions side by side
-    static constexpr int BATCH = GROUPS * kLoads;        // positions
+    static constexpr int GROUPS = 32 / LANES;                             // positions side by side
+    static constexpr int BATCH = GROUPS * kLoads;                         // positions
     static_assert(DIM % 16 == 0 && EIGHTS <= LANES, "no such head");
     static_assert(kPage % BATCH == 0, "a batch lies in one page");
 };
@@ -45,8 +45,7 @@ struct Lane {
     bool used;  // if DIM is no power of two, some lanes have no eight
 
     __device__ __forceinline__ explicit Lane(int lane)
-        : eight(lane % Shape<DIM>::LANES),
-          group(lane / Shape<DIM>::LANES),
+        : eight(lane % Shape<DIM>::LANES), group(lane / Shape<DIM>::LANES),
           used(eight < Shape<DIM>::EIGHTS) {}
 };
 

@@ -54,8 +54,7 @@ __device__ __forceinline__ void score_batch(float (&scores)[HEADS], const uint4 
         }
     }
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h)
-        scores[h] = share_sums<Shape<DIM>::LANES>(products[h], lane);
+    for (int h = 0; h < HEADS; ++h) scores[h] = share_sums<Shape<DIM>::LANES>(products[h], lane);
 }
 
 // cap tanh(score / cap), of scores and a cap in powers of two.
@@ -104,8 +103,8 @@ __device__ __forceinline__ void add_values(Softmax<HEADS>& softmax, const float 
 // A lane's 8 columns, added up over the groups of a warp, into shared memory.
 template <int DIM, int HEADS>
 __device__ __forceinline__ void store_warp(Softmax<HEADS>& softmax,
-                                           const Shared<DIM, HEADS>& shared,
-                                           const Lane<DIM>& lane, int warp) {
+                                           const Shared<DIM, HEADS>& shared, const Lane<DIM>& lane,
+                                           int warp) {
     using S = Shape<DIM>;
     constexpr int KEPT = 8 / S::GROUPS;  // columns
 #pragma unroll
@@ -115,7 +114,7 @@ __device__ __forceinline__ void store_warp(Softmax<HEADS>& softmax,
         for (int distance = 16; distance > 0; distance /= 2)
             if (distance < kLoads || distance >= S::LANES)
                 total += __shfl_xor_sync(~0u, total, distance);
-        float(&sums)[8] = softmax.sums[h];
+        float (&sums)[8] = softmax.sums[h];
         int column = 0;
 #pragma unroll
         for (int num = 4, distance = 16; num >= KEPT; num /= 2, distance /= 2) {

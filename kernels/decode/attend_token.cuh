@@ -117,8 +117,7 @@ __device__ __forceinline__ void finish_new_head(const Job& job, const Heads& hea
     if (head.task == kKey) eight = pack(values);
     (head.task == kKey ? shared.key : shared.value)[lane.eight] = eight;
     unsigned short* cache = head.task == kKey ? job.keys : job.values;
-    if (heads.is_first && !job.new_is_cached)
-        *reinterpret_cast<uint4*>(cache + head.place) = eight;
+    if (heads.is_first && !job.new_is_cached) *reinterpret_cast<uint4*>(cache + head.place) = eight;
 }
 
 }  // namespace

@@ -59,8 +59,8 @@ __device__ __forceinline__ void gated(const unsigned short* x,
     const Rows rows = {Weight::at(w_gate, static_cast<long long>(first_row) * K),
                        min(share.end * few::kRows, N) - first_row, w_up - w_gate};
     const unsigned address = opaque(smem_address(memory));
-    few::Product<SIZES, Rows> product(address, address + SIZES::kBytes + 4 * kTokens, x, M,
-                                            K, rows);
+    few::Product<SIZES, Rows> product(address, address + SIZES::kBytes + 4 * kTokens, x, M, K,
+                                      rows);
     product.begin();
     wait_for_previous();
     let_next_start();
@@ -87,14 +87,13 @@ __device__ __forceinline__ void gated(const unsigned short* x,
 
 }  // namespace
 
-#define TWELL_FEW_GATED(name, Weight, ...)                                                  \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                          \
-        name(const unsigned short* x, const Weight::Memory* w_gate,                         \
-             const Weight::Memory* w_up, const unsigned short* b_gate,                      \
-             const unsigned short* b_up, int M, int N, int K, unsigned short* hidden,       \
-             int* counts, const float* gate_scale, const float* up_scale) {                 \
+#define TWELL_FEW_GATED(name, Weight, ...)                                                     \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1) name(                       \
+        const unsigned short* x, const Weight::Memory* w_gate, const Weight::Memory* w_up,     \
+        const unsigned short* b_gate, const unsigned short* b_up, int M, int N, int K,         \
+        unsigned short* hidden, int* counts, const float* gate_scale, const float* up_scale) { \
         gated<few::Sizes<Weight, __VA_ARGS__>>(x, w_gate, w_up, b_gate, b_up, M, N, K, hidden, \
-                                              counts, gate_scale, up_scale);                \
+                                               counts, gate_scale, up_scale);                  \
     }
 
 TWELL_ENTRIES(TWELL_FEW_GATED)

@@ -11,52 +11,52 @@
 //   counts      int32 [num_layers]: neurons that fired
 //   logits      float32 [V]
 //
-// A layer has some 60 MB of weights (of K 2048 in bf16), and for one token each weight is multiplied
-// once: the step takes as long as reading them. So a ninth warp requests weights all the time, matrix
-// after matrix and layer after layer, into a ring of some 190 KB (`produce`), while the eight other
-// warps wait for results of other blocks (`consume`):
+// A layer has some 60 MB of weights (of K 2048 in bf16), and for one token each weight is
+// multiplied once: the step takes as long as reading them. So a ninth warp requests weights all the
+// time, matrix after matrix and layer after layer, into a ring of some 190 KB (`produce`), while
+// the eight other warps wait for results of other blocks (`consume`):
 //
 //     x -> norm -> q, k, v -> attend -> o, onto x -> norm -> gate -> what fired -> up, down -> sum
 //       all            a head's      all             all        own                all        own
 //
 // Below each arrow stands whose results a block waits for: those of all blocks, of the blocks that
 // have a head, or its own. A block that finds that a neuron fires reads its rows of up and down
-// (step_rows.cuh) and writes what they add to y. Of its own columns of y a block adds up the parts of
-// all blocks. These five exchanges use words with tags (step_words.cuh): there is no barrier over the
-// GPU, and no fence.
+// (step_rows.cuh) and writes what they add to y. Of its own columns of y a block adds up the parts
+// of all blocks. These five exchanges use words with tags (step_words.cuh): there is no barrier
+// over the GPU, and no fence.
 //
-// Neurons that share one gate, the linear map of a fit, come last. Each block has as many of them as
-// the others, and their gate next to its own gates. They fire together, so the ring brings their rows,
-// as in the dense form. The form "screened" reads a copy of the gate in 4 bits, and those rows of the
-// gate that the copy does not rule out (step_screen.cuh).
+// Neurons that share one gate, the linear map of a fit, come last. Each block has as many of them
+// as the others, and their gate next to its own gates. They fire together, so the ring brings their
+// rows, as in the dense form. The form "screened" reads a copy of the gate in 4 bits, and those
+// rows of the gate that the copy does not rule out (step_screen.cuh).
 //
 // What makes it fast (MEASURED.md has the times):
 // - Only kAhead units of a block are on their way at a time, which keeps the memory busy. Memory
-//   answers requests in their order: if more weights were requested, later requests, those for words
-//   included, would wait for them. For the same reason the ring requests only kEager units of the
-//   next layer before the rows of this layer's fired neurons have arrived.
+//   answers requests in their order: if more weights were requested, later requests, those for
+//   words included, would wait for them. For the same reason the ring requests only kEager units of
+//   the next layer before the rows of this layer's fired neurons have arrived.
 // - No local memory is used: with so much shared memory, L1 has 28 KB left for the stacks of 288
 //   threads.
 // - Weights go from the ring to the tensor cores as they lie, four units at a time. The first four
 //   are read before x has arrived.
 // - The three products of a layer share their code, which is short.
 //
-// Weights of 8 bits (tile/weights.cuh) take half the bytes, so a unit has twice the rows, or half the
-// bytes. e4m3 becomes f16 on its way to the tensor cores, by one instruction for two weights; x is f16
-// there, too, times a power of two for each warp and product. The scales of rows come with the rows.
-// The scales of the columns of y are requested as soon as the gates are known. The head stays bf16:
-// its units have as many bytes, and fewer rows.
+// Weights of 8 bits (tile/weights.cuh) take half the bytes, so a unit has twice the rows, or half
+// the bytes. e4m3 becomes f16 on its way to the tensor cores, by one instruction for two weights; x
+// is f16 there, too, times a power of two for each warp and product. The scales of rows come with
+// the rows. The scales of the columns of y are requested as soon as the gates are known. The head
+// stays bf16: its units have as many bytes, and fewer rows.
 //
-// Numbers are rounded where the kernels for few tokens round them. Sums are added in a fixed order, so
-// a step has the same bits each time.
+// Numbers are rounded where the kernels for few tokens round them. Sums are added in a fixed order,
+// so a step has the same bits each time.
 //
-// All blocks must run at the same time: at most one block per multiprocessor, and nothing else on the
-// GPU that waits for this kernel to end.
+// All blocks must run at the same time: at most one block per multiprocessor, and nothing else on
+// the GPU that waits for this kernel to end.
 //
 // Launch: step_K_DIM, step_K_DIM_dense or step_K_DIM_screened, the first two also with the end of
-// another kind of weights (_e4m3); one block per multiprocessor, at least H and K / 4 / kOwnQuads of
-// them; at most kMostRows rows of the gate per block; 288 threads; Block::kBytes of dynamic shared
-// memory.
+// another kind of weights (_e4m3); one block per multiprocessor, at least H and K / 4 / kOwnQuads
+// of them; at most kMostRows rows of the gate per block; 288 threads; Block::kBytes of dynamic
+// shared memory.
 #pragma once
 
 #include "decode/step_ffn.cuh"
@@ -91,7 +91,8 @@ struct Step : Neurons {
         if (thread() < DIM / 4) {
             const int which = thread() / (DIM / 8), eight = thread() % (DIM / 8);
             load_streamed_if(
-                true, (which ? args.sin : args.cos) + static_cast<long long>(position) * DIM + 8 * eight,
+                true,
+                (which ? args.sin : args.cos) + static_cast<long long>(position) * DIM + 8 * eight,
                 at<uint4>(kTurn + which * 2 * kMostDim)[eight]);
         }
         if (block() == 0) {  // nobody counts before all have been told of layer 0
@@ -298,19 +299,19 @@ struct Step : Neurons {
 
 }  // namespace
 
-#define TWELL_STEP(name, DIM, FORM)                                                              \
-    extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1) name(                       \
-        const Layer* layers, int num_layers, int N, int V, int H, int Hkv, const int* tokens,    \
-        const int* positions, const int* tables, const unsigned short* embeddings,               \
-        const unsigned short* last_norm, const unsigned short* head, const unsigned short* cos,  \
-        const unsigned short* sin, float eps, float scale, unsigned* words, unsigned* epoch,     \
-        int* counts, float* logits) {                                                            \
-        extern __shared__ __align__(1024) char memory[];                                         \
-        if (dynamic_smem_bytes() < Block::kBytes) __trap();                                      \
-        const Args args = {layers,     num_layers, N,    V,   H,   Hkv, tokens, positions,       \
-                           tables,     embeddings, last_norm, head, cos, sin, eps, scale,        \
-                           words,      epoch,      counts,    logits};                           \
-        Step<DIM, FORM>(args, memory).run();                                                     \
+#define TWELL_STEP(name, DIM, FORM)                                                                \
+    extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)                               \
+        name(const Layer* layers, int num_layers, int N, int V, int H, int Hkv, const int* tokens, \
+             const int* positions, const int* tables, const unsigned short* embeddings,            \
+             const unsigned short* last_norm, const unsigned short* head,                          \
+             const unsigned short* cos, const unsigned short* sin, float eps, float scale,         \
+             unsigned* words, unsigned* epoch, int* counts, float* logits) {                       \
+        extern __shared__ __align__(1024) char memory[];                                           \
+        if (dynamic_smem_bytes() < Block::kBytes) __trap();                                        \
+        const Args args = {layers,    num_layers, N,          V,         H,      Hkv,   tokens,    \
+                           positions, tables,     embeddings, last_norm, head,   cos,   sin,       \
+                           eps,       scale,      words,      epoch,     counts, logits};          \
+        Step<DIM, FORM>(args, memory).run();                                                       \
     }
 
 TWELL_ENTRIES(TWELL_STEP)

@@ -2,9 +2,9 @@
 // positions, its warps have batches of those. Parts of a head, where its row is long, go to the
 // head's first block as words.
 //
-// The scores are made on tensor cores, as sums of weights are (step_products.cuh): a lane's 16 bytes
-// of a position's key are its a of an mma. The new token's q, k and v are waited for here, and are
-// turned, k and v cached.
+// The scores are made on tensor cores, as sums of weights are (step_products.cuh): a lane's 16
+// bytes of a position's key are its a of an mma. The new token's q, k and v are waited for here,
+// and are turned, k and v cached.
 #pragma once
 
 #include "decode/step_products.cuh"
@@ -74,8 +74,8 @@ struct Attention : Products {
     // the order of the columns of b; k and v into the cache.
     template <int DIM>
     __device__ __forceinline__ void make_new(const Layer& layer, const Attend& a,
-                                             const Lane<DIM>& lane,
-                                             const Shared<DIM, 1>& shared, unsigned tag) const {
+                                             const Lane<DIM>& lane, const Shared<DIM, 1>& shared,
+                                             unsigned tag) const {
         using S = Shape<DIM>;
         const int number = thread() / 32 * S::GROUPS + lane.group;  // 0: q, 1: k, 2: v
         if (thread() / 32 * S::GROUPS >= 3) return;
@@ -100,8 +100,7 @@ struct Attention : Products {
         if (number == 2) made = eight;
         (number == 1 ? shared.key : shared.value)[lane.eight] = made;
         unsigned short* cache = number == 1 ? layer.keys : layer.values;
-        if (a.stores_new)
-            *reinterpret_cast<uint4*>(cache + a.new_place + lane.eight * 8) = made;
+        if (a.stores_new) *reinterpret_cast<uint4*>(cache + a.new_place + lane.eight * 8) = made;
     }
 
     // The block's part of a head, or the head.
@@ -186,7 +185,7 @@ struct Attention : Products {
         }
         const unsigned both = output(pair);
         store_relaxed_pair(row_words(1) + a.head * DIM + 2 * t, tagged(both & 0xffff, tag),
-                        tagged(both >> 16, tag));
+                           tagged(both >> 16, tag));
     }
 };
 

@@ -20,7 +20,7 @@ using Weight = spec::STEP_WEIGHT;  // of the layers; those of the head are Bf16
 constexpr bool kHeadIsAlike = Weight::kBits == Bf16::kBits;
 
 constexpr int kWarps = spec::STEP_WARPS, kConsumers = 32 * kWarps;  // one more asks for weights
-constexpr int kQuad = spec::STEP_QUAD;        // rows of a weight, the least that a block has
+constexpr int kQuad = spec::STEP_QUAD;  // rows of a weight, the least that a block has
 // of a layer, what is asked for at once: 6 to 16 KB; and the scales of a quad's rows, beside them
 constexpr int kUnitRows = 4 * Weight::bytes(K) <= 16 * 1024 ? 4 : 2;
 constexpr int kUnitBytes = kUnitRows * Weight::bytes(K);
@@ -28,7 +28,7 @@ constexpr int kScaleBytes = Weight::kRowScales ? 4 * kQuad : 0;
 constexpr int kUnits = spec::STEP_RING_KB * 1024 / kUnitBytes;  // of the ring
 // units on their way at a time, 32 KB or so; with more, all else would queue behind
 constexpr int kAhead = (spec::STEP_AHEAD_KB * 1024 + kUnitBytes / 2) / kUnitBytes;
-constexpr int kTake = 4;  // units that a warp has in registers
+constexpr int kTake = 4;   // units that a warp has in registers
 constexpr int kEager = 4;  // units of the next layer that do not wait for the rows of this one
 
 // Of the gate's copy: row blocks by panels of 512 columns, of which a part, equal ones, is a unit.
@@ -42,8 +42,9 @@ constexpr int kScreenBytes = kPartPanels * kPanelBytes;
 static_assert(K % 512 == 0, "whole panels");
 // Copies overtake each other, and a warp waits for each eighth unit alone. When one is there so are
 // those that were asked for this many before it; so what had the place of its next one was there.
-constexpr int kMostAhead = kUnits - kWarps, kScreenAhead =
-    48 * 1024 / kScreenBytes < kMostAhead ? 48 * 1024 / kScreenBytes : kMostAhead;
+constexpr int kMostAhead = kUnits - kWarps, kScreenAhead = 48 * 1024 / kScreenBytes < kMostAhead
+                                                               ? 48 * 1024 / kScreenBytes
+                                                               : kMostAhead;
 static_assert(kScreenAhead > 0, "a ring of more than a unit for each warp");
 
 // How a kind of weights lies in a unit, and how the lanes of a warp share its slice of the rows. A
@@ -62,16 +63,16 @@ struct Units {
 };
 using Layers = Units<Weight>;
 constexpr int kQuadUnits = Layers::kQuadUnits;
-constexpr int kMostRows = spec::STEP_MOST_ROWS;  // neurons of a block
+constexpr int kMostRows = spec::STEP_MOST_ROWS;                // neurons of a block
 constexpr int kMostSums = kMostRows + spec::STEP_MOST_MAPPED;  // rows that are put together at once
 static_assert(kMostSums % (kTake * kUnitRows) == 0, "all of them, or the last ones, are through");
 // row blocks of the gate's copy that a warp has: each has its units in the ring at once
 constexpr int kWarpBlocks = (kMostRows + kScreenRows * kWarps - 1) / (kScreenRows * kWarps);
-constexpr int kSliceEights = K / kWarps / 8;  // of a row of K, of a warp
+constexpr int kSliceEights = K / kWarps / 8;       // of a row of K, of a warp
 constexpr int kEights = (kSliceEights + 31) / 32;  // of those, of a lane, at most
-constexpr int kOwnQuads = spec::STEP_OWN_QUADS;  // of x, of a block, at most; a power of two
-constexpr int kMostDim = spec::STEP_MOST_DIM;  // of a head
-constexpr int kApart = 37;                    // see Block::turn
+constexpr int kOwnQuads = spec::STEP_OWN_QUADS;    // of x, of a block, at most; a power of two
+constexpr int kMostDim = spec::STEP_MOST_DIM;      // of a head
+constexpr int kApart = 37;                         // see Block::turn
 
 using Layer = ScaledLayer<Weight>;
 constexpr int kLayerWords = sizeof(Layer) / 8;
@@ -145,8 +146,8 @@ __device__ __forceinline__ uint4 await_eight(const unsigned* from, unsigned tag)
 #pragma unroll 1
     while (true) {
         a = load_relaxed(from), b = load_relaxed(from + 4);
-        const unsigned wrong = (a.x ^ tag) | (a.y ^ tag) | (a.z ^ tag) | (a.w ^ tag) |
-                               (b.x ^ tag) | (b.y ^ tag) | (b.z ^ tag) | (b.w ^ tag);
+        const unsigned wrong = (a.x ^ tag) | (a.y ^ tag) | (a.z ^ tag) | (a.w ^ tag) | (b.x ^ tag) |
+                               (b.y ^ tag) | (b.z ^ tag) | (b.w ^ tag);
         if (!(wrong & 0xffff)) break;
         lose_patience(tries);
     }
@@ -168,27 +169,28 @@ __device__ __forceinline__ float2 await_floats(const uint4* from, unsigned tag) 
 struct Block {
     // shared memory, bytes from its first one
     static constexpr int kRing = 0;
-    static constexpr int kSums = kRing + kUnits * kUnitBytes;            // [2][row][warp]
-    static constexpr int kDealt = kSums + 2 * kMostSums * kWarps * 4;    // x
-    static constexpr int kNorms = kDealt + kWarps * Layers::kXBytes;     // [2][warp]
-    static constexpr int kBacks = kNorms + 2 * kWarps * 4;               // of x in f16, [warp]
-    static constexpr int kOwn = kBacks + kWarps * 4;                     // of x, the residual
-    static constexpr int kTurn = kOwn + kOwnQuads * kQuad * 4;           // cos, sin
-    static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;             // those about this one
+    static constexpr int kSums = kRing + kUnits * kUnitBytes;          // [2][row][warp]
+    static constexpr int kDealt = kSums + 2 * kMostSums * kWarps * 4;  // x
+    static constexpr int kNorms = kDealt + kWarps * Layers::kXBytes;   // [2][warp]
+    static constexpr int kBacks = kNorms + 2 * kWarps * 4;             // of x in f16, [warp]
+    static constexpr int kOwn = kBacks + kWarps * 4;                   // of x, the residual
+    static constexpr int kTurn = kOwn + kOwnQuads * kQuad * 4;         // cos, sin
+    static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;           // those about this one
     static constexpr int kAttends = kLayers + kLayersKept * sizeof(Layer);
-    static constexpr int kDivisions = kAttends + kWarps * sizeof(Attend);  // qkv, o, gate, head, map
-    static constexpr int kScales = kDivisions + 6 * sizeof(Division);    // of the ring's rows
-    static constexpr int kUpScales = kScales + kUnits * kScaleBytes;     // of the block's neurons
+    static constexpr int kDivisions =
+        kAttends + kWarps * sizeof(Attend);                            // qkv, o, gate, head, map
+    static constexpr int kScales = kDivisions + 6 * sizeof(Division);  // of the ring's rows
+    static constexpr int kUpScales = kScales + kUnits * kScaleBytes;   // of the block's neurons
     static constexpr int kBarriers = kUpScales + Weight::kRowScales * kMostRows * 4;
     // in turns: what attention has, and what the FFN has
     static constexpr int kAttend = kBarriers + (8 * (2 * kUnits + 1) + 15) / 16 * 16;
-    static constexpr int kColumns = kAttend;                             // of y, [warp][32]
-    static constexpr int kList = kColumns + kWarps * 32 * 4;             // neurons that fired
-    static constexpr int kHidden = kList + kMostRows * 4;                // what they are worth
-    static constexpr int kCandidates = kHidden + kMostRows * 4;          // neurons that may fire
+    static constexpr int kColumns = kAttend;                     // of y, [warp][32]
+    static constexpr int kList = kColumns + kWarps * 32 * 4;     // neurons that fired
+    static constexpr int kHidden = kList + kMostRows * 4;        // what they are worth
+    static constexpr int kCandidates = kHidden + kMostRows * 4;  // neurons that may fire
     static constexpr int kGates = kCandidates + kMostRows * 4;
     static constexpr int kCandidateGates = kGates + kMostRows * 4;
-    static constexpr int kMasks = kCandidateGates + kMostRows * 4;       // of a row block each
+    static constexpr int kMasks = kCandidateGates + kMostRows * 4;  // of a row block each
     // see Screened::round_x
     static constexpr int kBytesOfX = kMasks + kMostRows / kScreenRows * 4;
     static constexpr int kGroupsOfX = kBytesOfX + K;
@@ -205,7 +207,7 @@ struct Block {
     int thread_idx, block_idx;
     unsigned memory;  // its address
     char* generic;
-    int slot;         // of the ring, whose unit comes next
+    int slot;  // of the ring, whose unit comes next
     unsigned parity;
     int sums_at, norms_at;
 
@@ -231,8 +233,8 @@ struct Block {
     __device__ __forceinline__ const Layer& layer(int l) const {
         return at<Layer>(kLayers)[l % kLayersKept];
     }
-    // Sums of warps lie in two places by turns: while those in the one are still being read, the next
-    // product may write the other.
+    // Sums of warps lie in two places by turns: while those in the one are still being read, the
+    // next product may write the other.
     __device__ __forceinline__ float* sums() const {
         return at<float>(kSums) + sums_at * (kMostSums * kWarps);
     }

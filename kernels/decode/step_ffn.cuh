@@ -1,8 +1,8 @@
 // The FFN of `step` (step.cuh), behind the gates' sums: up and down of the block's neurons that
 // fired, or of all in the dense form; its part of y, and the sum of all blocks' parts.
 //
-// A part of y is a word a column: fp32 of which the lowest 8 bits are the tag. Scales of columns, if
-// the kind of weights has any, multiply the sum of the parts.
+// A part of y is a word a column: fp32 of which the lowest 8 bits are the tag. Scales of columns,
+// if the kind of weights has any, multiply the sum of the parts.
 #pragma once
 
 #include "decode/step_screen.cuh"
@@ -90,7 +90,8 @@ struct Neurons : Screened {
             num, [&](int i) { return row_at(layer.up, list[i]); },
             [&](int i, float up) {
                 const int neuron = list[i];
-                if constexpr (Weight::kRowScales) up *= at<float>(kUpScales)[neuron - kQuad * share.first];
+                if constexpr (Weight::kRowScales)
+                    up *= at<float>(kUpScales)[neuron - kQuad * share.first];
                 if (layer.up_bias) up += bf16_value(layer.up_bias[neuron]);
                 hidden[i] = rounded(gates[i] * rounded(up));
             });
@@ -121,8 +122,8 @@ struct Neurons : Screened {
     }
 
     // Of up's product, which is made here; the gates' sums lie in the other half of the room.
-    __device__ __forceinline__ void ffn_dense(const Layer& layer, const Share& share,
-                                              const X& x, unsigned tag, int* count) {
+    __device__ __forceinline__ void ffn_dense(const Layer& layer, const Share& share, const X& x,
+                                              unsigned tag, int* count) {
         flip_sums();
         const int num_units = share.num * kQuadUnits;
 #pragma unroll 1
@@ -203,8 +204,8 @@ struct Neurons : Screened {
 #pragma unroll
             for (int c = 0; c < 8; c += 4)
                 store_relaxed(to + 8 * eight_of(i) + c,
-                            make_uint4(word(y[i][c]), word(y[i][c + 1]), word(y[i][c + 2]),
-                                       word(y[i][c + 3])));
+                              make_uint4(word(y[i][c]), word(y[i][c + 1]), word(y[i][c + 2]),
+                                         word(y[i][c + 3])));
         }
     }
 

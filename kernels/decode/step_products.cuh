@@ -11,8 +11,8 @@
 // One mma takes four groups of a row, or two if its other quads read as many of another row. Slices
 // of 1536 columns of bf16 have 6 groups, those of 3584 have 14: see `moved` for their last two.
 //
-// A chunk of weights of 8 bits is made two such a. Where they are f16, so is x (tile/halves.cuh). If
-// rows have scales, those of a unit come with it.
+// A chunk of weights of 8 bits is made two such a. Where they are f16, so is x (tile/halves.cuh).
+// If rows have scales, those of a unit come with it.
 #pragma once
 
 #include "decode/step_block.cuh"
@@ -91,13 +91,15 @@ struct Products : Block {
                              : kind == kGate ? places.gate
                              : kind == kUp   ? places.up
                                              : places.down;
-        Share share(division(is_head ? 3 : of_map ? 4 : min(kind, kGate)),
+        Share share(division(is_head  ? 3
+                             : of_map ? 4
+                                      : min(kind, kGate)),
                     is_head || of_map || kind == kOut ? block() : turned);
         if (of_map) {
             if (kind == kGate) share = {0, min(share.num, 1)};
             share.first += first_shared() / kQuad;
         }
-        const int quad_units = screens    ? kScreenParts
+        const int quad_units = screens   ? kScreenParts
                                : is_head ? Units<Bf16>::kQuadUnits
                                          : kQuadUnits;
         const int unit_bytes = screens ? kScreenBytes : kUnitBytes;
@@ -106,7 +108,8 @@ struct Products : Block {
             if (!is_head && kind < kDown) scales = layer->scales_of(kind) + kQuad * share.first;
         // what nobody waits for yet would stand before those rows
         const bool waits = FORM != kDenseForm && l > 0 && (kind == kQkv || is_head);
-        return {weight, share, quad_units, unit_bytes, scales, share.num * quad_units, screens, waits};
+        return {weight,  share, quad_units, unit_bytes, scales, share.num * quad_units,
+                screens, waits};
     }
 
     // What was asked for: units that are on their way (those before them are not looked at), the
@@ -181,7 +184,7 @@ struct Products : Block {
     template <class Kind>
     __device__ __forceinline__ static int group_of(int quad) {
         return Units<Kind>::kRows == 4 ? 2 * (quad >> 2) + (quad & 1)
-                                          : 2 * (quad >> 2) + ((quad ^ quad >> 1) & 1);
+                                       : 2 * (quad >> 2) + ((quad ^ quad >> 1) & 1);
     }
 
     // Where it lies for load `i`: two groups are exchanged, or the next four come. If there are but
@@ -193,8 +196,7 @@ struct Products : Block {
         constexpr bool kFour = Units<Kind>::kRows == 4;
         const int next = kFour ? i / 2 : i;
         bool exchanged = kFour && i % 2;
-        if (4 * next + 2 == Units<Kind>::kGroups && is_high())
-            exchanged = kFour, from -= 2 * GROUP;
+        if (4 * next + 2 == Units<Kind>::kGroups && is_high()) exchanged = kFour, from -= 2 * GROUP;
         return (from ^ exchanged * GROUP) + next * (4 * GROUP);
     }
 
@@ -225,12 +227,13 @@ struct Products : Block {
     template <class Kind>
     __device__ __forceinline__ static void load_unit(Unit<Kind>& unit, unsigned from) {
 #pragma unroll
-        for (int i = 0; i < Units<Kind>::kChunks; ++i)
-            unit[i] = load_shared(moved<Kind>(from, i));
+        for (int i = 0; i < Units<Kind>::kChunks; ++i) unit[i] = load_shared(moved<Kind>(from, i));
     }
 
     // Where a warp has x. What lies beside weights that are not of its slice stays 0.
-    __device__ __forceinline__ int dealt() const { return kDealt + thread() / 32 * Layers::kXBytes; }
+    __device__ __forceinline__ int dealt() const {
+        return kDealt + thread() / 32 * Layers::kXBytes;
+    }
 
     __device__ __forceinline__ void clear_dealt() const {
         if constexpr (Layers::kIsOdd) {

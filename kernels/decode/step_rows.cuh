@@ -1,5 +1,5 @@
-// The rows of neurons that are listed, in `step` (step.cuh): they go from memory into registers, for
-// nobody knows of them early enough for the ring.
+// The rows of neurons that are listed, in `step` (step.cuh): they go from memory into registers,
+// for nobody knows of them early enough for the ring.
 //
 // Sums with x: a warp has two rows at a time, of each 256 bytes an mma, whose columns of b are x's
 // four groups there (step_products.cuh). So its low half has the first row and its high half the
@@ -19,7 +19,7 @@ namespace {
 struct Rows : Attention {
     using Attention::Attention;
     static constexpr int kRowBytes = Layers::kRowBytes, kEightBytes = Weight::bytes(8);
-    static constexpr int kChunks = kRowBytes / 256;  // of 16 bytes, of a lane, of two rows
+    static constexpr int kChunks = kRowBytes / 256;           // of 16 bytes, of a lane, of two rows
     static constexpr int kMostFlight = 16 / Weight::kEights;  // as there are registers
     static constexpr int kFlight = kChunks > kMostFlight ? kChunks / 2 : kChunks;
     static constexpr int kRowFlight = kEights > 1 ? 6 : 12;
@@ -123,8 +123,7 @@ struct Rows : Attention {
     __device__ __forceinline__ void add_chunk(float& sum, float (&parts)[2][4], int i, int in,
                                               const uint4& chunk) const {
         const int lane = thread() % 32, column = lane / 4;
-        const unsigned x =
-            group_of_x(i, column / 2) + lane % 4 * (kXGroup / 4) + column % 2 * 8;
+        const unsigned x = group_of_x(i, column / 2) + lane % 4 * (kXGroup / 4) + column % 2 * 8;
         float all[4] = {};
 #pragma unroll
         for (int part = 0; part < Weight::kEights; ++part) {
@@ -134,8 +133,7 @@ struct Rows : Attention {
                                                 a.w, b.x, b.y);
         }
         if constexpr (Weight::kInF16)
-            sum += opaque(all[0] + all[3]) *
-                   at<float>(kBacks)[(4 * i + column % 4) / kSliceGroups];
+            sum += opaque(all[0] + all[3]) * at<float>(kBacks)[(4 * i + column % 4) / kSliceGroups];
     }
 
     // Groups of 64 bytes of a row; bytes of x beside one.

@@ -1,22 +1,22 @@
-// Screened gates in `step` (step.cuh): of W_gate a copy in 4 bits is read whole, and by rows what it
-// lets through.
+// Screened gates in `step` (step.cuh): of W_gate a copy in 4 bits is read whole, and by rows what
+// it lets through.
 //
 //     a neuron is a candidate     where x . copy > limits[n], or NaN
 //
-// The first num_own neurons have gates of their own, and a limit each, which all those of a row block
-// of 16 have that begins below num_own. All neurons behind these row blocks share the gate of the
-// first of them. The copy goes by row blocks, and these by panels of 512 columns, of 4608 bytes. Lane
-// 16 half + g has of rows 8 half + 0 .. 7 the 32 columns of group g:
+// The first num_own neurons have gates of their own, and a limit each, which all those of a row
+// block of 16 have that begins below num_own. All neurons behind these row blocks share the gate of
+// the first of them. The copy goes by row blocks, and these by panels of 512 columns, of 4608
+// bytes. Lane 16 half + g has of rows 8 half + 0 .. 7 the 32 columns of group g:
 //
 //     [row][lane][4][4]  bytes: in the low half columns 8 i + 0 .. 3, in the high half 8 i + 4
 //                        .. 7; 8 more than they are worth
 //     [lane][row]        bf16: the scales
 //
-// x beside it has 8 bits, by a scale for each 32 columns. What is not finite in x or in a scale makes
-// sums that are NaN.
+// x beside it has 8 bits, by a scale for each 32 columns. What is not finite in x or in a scale
+// makes sums that are NaN.
 //
-// A unit of the ring is a part of a row block, and one warp's: so what may fire is known without any
-// other warp. Eight row blocks' first parts follow each other, then their second ones.
+// A unit of the ring is a part of a row block, and one warp's: so what may fire is known without
+// any other warp. Eight row blocks' first parts follow each other, then their second ones.
 #pragma once
 
 #include "decode/step_rows.cuh"
@@ -37,15 +37,16 @@ constexpr int kWholeBits = 0x4b400000;
 struct Screened : Rows {
     using Rows::Rows;
 
-    // x in 8 bits: bytes [panel][half of a group][group][16]. And of each 32 columns {kWhole and 128
-    // times their sum, scale / 16}.
+    // x in 8 bits: bytes [panel][half of a group][group][16]. And of each 32 columns {kWhole and
+    // 128 times their sum, scale / 16}.
     __device__ __forceinline__ void round_x(const uint4 (&eights)[kEights]) const {
 #pragma unroll
         for (int i = 0; i < kEights; ++i) {
             float values[8], most = 0.f, rest = 0.f;
             unpack(eights[i], values);
 #pragma unroll
-            for (int c = 0; c < 8; ++c) most = fmaxf(most, fabsf(values[c])), rest += 0.f * values[c];
+            for (int c = 0; c < 8; ++c)
+                most = fmaxf(most, fabsf(values[c])), rest += 0.f * values[c];
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
             rest = sum_over_lanes<4>(rest);  // NaN, if any of them is not finite
@@ -69,8 +70,8 @@ struct Screened : Rows {
         }
     }
 
-    // Which neurons of the block's `num_blocks` row blocks, from `first`, are candidates: of each row
-    // block a word, bit 2 r for its row r.
+    // Which neurons of the block's `num_blocks` row blocks, from `first`, are candidates: of each
+    // row block a word, bit 2 r for its row r.
     __device__ __forceinline__ void screen(const Layer& layer, int first, int num_blocks) {
         const int lane = thread() % 32, warp = thread() / 32;
         float limits[kWarpBlocks] = {};
@@ -118,12 +119,10 @@ struct Screened : Rows {
         int own = 0;
 #pragma unroll 1
         for (int row = lane; row - lane < num_blocks * kScreenRows; row += 32) {
-            const unsigned mask =
-                row < num_blocks * kScreenRows ? masks[row / kScreenRows] : 0;
+            const unsigned mask = row < num_blocks * kScreenRows ? masks[row / kScreenRows] : 0;
             const bool may_fire = mask >> 2 * (row % kScreenRows) & 1;
             const unsigned all = __ballot_sync(~0u, may_fire);
-            if (may_fire)
-                candidates[own + num_set_below(all, lane)] = first * kScreenRows + row;
+            if (may_fire) candidates[own + num_set_below(all, lane)] = first * kScreenRows + row;
             own += __popc(all);
         }
         __syncwarp();

@@ -1,4 +1,5 @@
-// What all of `step` (step.cuh) stands on: what is known of a layer, patience, and arithmetic on eights.
+// What all of `step` (step.cuh) stands on: what is known of a layer, patience, and arithmetic on
+// eights.
 #pragma once
 
 #include "decode/attend_softmax.cuh"
@@ -166,7 +167,7 @@ template <int DIM>
 __device__ __forceinline__ void store_head(HeadSums& head, const Lane<DIM>& lane, int thread,
                                            float* to, float& largest, float& total) {
     constexpr int KEPT = 8 / Shape<DIM>::GROUPS;  // columns
-    float(&sums)[8] = head.sums;
+    float (&sums)[8] = head.sums;
     int column = 0;
 #pragma unroll
     for (int num = 4, apart = 16; num >= KEPT; num /= 2, apart /= 2) {

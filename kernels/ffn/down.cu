@@ -43,7 +43,7 @@
 namespace {
 
 constexpr int kThreads = spec::DOWN_BLOCK, kWarps = kThreads / 32;
-constexpr int kColumns = spec::DOWN_COLUMNS;     // of y
+constexpr int kColumns = spec::DOWN_COLUMNS;  // of y
 constexpr int kRoundBytes = 2 * ROUND_HALVES;
 constexpr int kStep = 2 * BATCH;  // rounds of a step, at most
 constexpr int kStageBytes = kStep * kRoundBytes;
@@ -81,21 +81,20 @@ struct Feed {
     const int* num_rounds;     // of group 0 in this panel
     const uint4* all_records;  // of group 0 in this panel, from the lane's on
     const unsigned* all_masks;
-    const uint4* records;    // of the step to come, from the lane's on
+    const uint4* records;  // of the step to come, from the lane's on
     const unsigned* masks;
     unsigned group_bytes, mask_bytes;  // from one group to the next
     int num_groups, stride, panels, lane;
-    int group;                        // of the step to come
-    unsigned counts, counts_behind;   // the lane's
-    int from;                         // the lane with the count of the group
-    int left;                         // rounds of the group that are to come
+    int group;                       // of the step to come
+    unsigned counts, counts_behind;  // the lane's
+    int from;                        // the lane with the count of the group
+    int left;                        // rounds of the group that are to come
 
     __device__ __forceinline__ Feed(const int* num_rounds, const uint4* rounds,
                                     const unsigned* masks, int num_groups, int first, int stride,
                                     int panels, int group_rounds, int lane)
         : num_rounds(num_rounds), all_records(opaque(rounds + lane)),
-          all_masks(opaque(masks + lane)),
-          group_bytes(panels * group_rounds * kRoundBytes),
+          all_masks(opaque(masks + lane)), group_bytes(panels * group_rounds * kRoundBytes),
           mask_bytes(panels * batches_of(group_rounds) * BATCH_MASKS * 4), num_groups(num_groups),
           stride(stride), panels(panels), lane(lane), group(first), counts_behind(kNothing),
           from(0) {
@@ -209,8 +208,8 @@ struct Target {
     __device__ __forceinline__ void take(float (&sums)[4], int token) const {
         const bool is_last = panel == num_panels - 1, odd = t & 1;
         if (num_panels > 1 && token < M) {
-            float4* kept = reinterpret_cast<float4*>(
-                y32 + static_cast<long long>(token) * K + first_column + 4 * t);
+            float4* kept = reinterpret_cast<float4*>(y32 + static_cast<long long>(token) * K +
+                                                     first_column + 4 * t);
             if (panel > 0) {
                 const float4 before = *kept;
                 sums[0] += before.x, sums[1] += before.y, sums[2] += before.z, sums[3] += before.w;
@@ -241,13 +240,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (dynamic_smem_bytes() < panel_rows * 32u + kWarps * kStages * kStageBytes) __trap();
 
     // the first rounds are on their way while the weights come
-    const unsigned stages =
-        smem_address(planes + 2 * panel_rows) + warp * kStages * kStageBytes;
+    const unsigned stages = smem_address(planes + 2 * panel_rows) + warp * kStages * kStageBytes;
     const int first_group = blockIdx.y * kWarps + warp;
-    Feed feed(
-        num_rounds + panel, rounds + static_cast<long long>(panel) * group_rounds * ROUND_RECORDS,
-        masks + static_cast<long long>(panel) * batches_of(group_rounds) * BATCH_MASKS,
-        num_groups, first_group, stride, num_panels, group_rounds, lane);
+    Feed feed(num_rounds + panel,
+              rounds + static_cast<long long>(panel) * group_rounds * ROUND_RECORDS,
+              masks + static_cast<long long>(panel) * batches_of(group_rounds) * BATCH_MASKS,
+              num_groups, first_group, stride, num_panels, group_rounds, lane);
     Masks masks_behind = {};
     int behind = feed.bring(stages + lane * 16, masks_behind);
     const long long first_neuron = static_cast<long long>(panel) * panel_rows;
@@ -258,8 +256,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     // a lane looks up slot lane % 16, of every second round
     const int slot = lane % 16;
-    const unsigned code_at = lane / 16 * kRoundBytes + slot % 8 / 2 * 16 +
-                             2 * (CODE_HALVES + slot / 8 * 2 + slot % 2);
+    const unsigned code_at =
+        lane / 16 * kRoundBytes + slot % 8 / 2 * 16 + 2 * (CODE_HALVES + slot / 8 * 2 + slot % 2);
     const unsigned plane[2] = {opaque(smem_address(planes)),
                                opaque(smem_address(planes + panel_rows))};
     const unsigned values_at = stages + t * 16, codes_at = stages + code_at;
@@ -276,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     y = opaque(y + first_column + (odd ? 8 + 2 * (t - 1) : 2 * t));
     const Target target{y32, y, M, K, panel, num_panels, first_column, t};
     float sums[2][4] = {{bias[0], bias[1]}, {bias[2], bias[3]}};  // of 8 columns each
-    unsigned at = 0;  // of the stage, in bytes
+    unsigned at = 0;                                              // of the stage, in bytes
     while (behind != kNothing) {
         wait_for_copies<0>();
         __syncwarp();

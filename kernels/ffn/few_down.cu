@@ -8,9 +8,9 @@
 //
 // both turned over by ldmatrix. `few_down` is for one or two tokens: 16 columns, few neurons. L2
 // takes so many requests a clock, whatever their size: so for more tokens, who want more neurons,
-// blocks of `few_down_wide` have 64 columns, 128 bytes of a neuron in bf16, and the four blocks of a
-// cluster a quarter of the neurons each. Before sm_90 there are no clusters: they have as many columns
-// as `few_down`, 32 bytes, the least that comes from L2.
+// blocks of `few_down_wide` have 64 columns, 128 bytes of a neuron in bf16, and the four blocks of
+// a cluster a quarter of the neurons each. Before sm_90 there are no clusters: they have as many
+// columns as `few_down`, 32 bytes, the least that comes from L2.
 //
 // Which warp of which block takes which place of the list is fixed, sums are added up in the order
 // of warps and blocks: the bits do not depend on time.
@@ -91,9 +91,9 @@ class Down {
 
     const typename Weight::Memory* w_down;  // from the block's first column on
     const unsigned short* hidden;
-    unsigned list, memory;                  // addresses in shared memory
-    int num;                                // of the list
-    unsigned row_bytes;                     // of w_down
+    unsigned list, memory;  // addresses in shared memory
+    int num;                // of the list
+    unsigned row_bytes;     // of w_down
 
     // Adds the neurons of the list to the sums of a warp.
     __device__ __forceinline__ void multiply(float (&sums)[TILES][OCTETS][4]) const {
@@ -121,7 +121,7 @@ class Down {
                 read_transposed(b, at + kWeightBytes + octet * 256 + lane * 16);
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
-                    unsigned(&w)[4] = a[tile];
+                    unsigned (&w)[4] = a[tile];
                     multiply_add(sums[tile][octet], w[0], w[1], w[2], w[3], b[0], b[1]);
                     if (OCTETS > 1)
                         multiply_add(sums[tile][octet + (OCTETS > 1)], w[0], w[1], w[2], w[3], b[2],
@@ -166,10 +166,10 @@ class Down {
             for (int octet = 0; octet < OCTETS; ++octet)
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    store_shared_float(to + 4 * ((tile * OCTETS + octet) * few::kBlockSums +
-                                           few::place_of_sum(lane / 4 + j / 2 * 8,
-                                                             lane % 4 * 2 + j % 2)),
-                                 sums[tile][octet][j]);
+                    store_shared_float(
+                        to + 4 * ((tile * OCTETS + octet) * few::kBlockSums +
+                                  few::place_of_sum(lane / 4 + j / 2 * 8, lane % 4 * 2 + j % 2)),
+                        sums[tile][octet][j]);
         __syncthreads();
     }
 
@@ -190,8 +190,7 @@ class Down {
         float sum = 0;
 #pragma unroll
         for (int rank = 0; rank < BLOCKS; ++rank)
-            sum += load_cluster_float(
-                address_in_block(memory + 4 * place(column, token), rank));
+            sum += load_cluster_float(address_in_block(memory + 4 * place(column, token), rank));
         return sum;
     }
 
@@ -233,9 +232,9 @@ class Down {
 #pragma unroll
         for (int i = threadIdx.x % 32; i < few::kRows * kChunks; i += 32) {
             const int row = i / kChunks, chunk = i % kChunks, place = group * few::kRows + row;
-            copy_async_or_zero(place < num, to + place_of_chunk(row, chunk),
-                               offset_by(Weight::at(w_down, chunk * Weight::kEach), neuron(place),
-                                         row_bytes));
+            copy_async_or_zero(
+                place < num, to + place_of_chunk(row, chunk),
+                offset_by(Weight::at(w_down, chunk * Weight::kEach), neuron(place), row_bytes));
         }
 #pragma unroll
         for (int i = threadIdx.x % 32; i < few::kRows * OCTETS; i += 32) {
@@ -267,14 +266,15 @@ __device__ __forceinline__ void down(const typename Weight::Memory* w_down,
     extern __shared__ uint4 memory[];
     const int cap = LISTED < N ? LISTED : N;
     const unsigned list = opaque(smem_address(memory)), stages = list + (2 * cap + 15) / 16 * 16;
-    if (dynamic_smem_bytes() < needed_bytes<Weight, OCTETS, TILES, BLOCKS, LISTED>(M, N, K)) __trap();
+    if (dynamic_smem_bytes() < needed_bytes<Weight, OCTETS, TILES, BLOCKS, LISTED>(M, N, K))
+        __trap();
     const int rank = BLOCKS > 1 ? static_cast<int>(cluster_rank()) : 0;
     const int first_column = (blockIdx.x - rank) * kOwn;
     let_next_start();  // before the wait: of what comes, only weights are read before its own
     wait_for_previous();
     const int total = make_list(list, fired, N, 0, cap);
     using Product = Down<Weight, OCTETS, TILES, BLOCKS>;
-    Product product = {Weight::at(w_down, first_column), hidden, list, stages, 0,
+    Product product = {Weight::at(w_down, first_column),       hidden, list, stages, 0,
                        static_cast<unsigned>(Weight::bytes(K))};
     float sums[TILES][OCTETS][4] = {};
     for (int from = 0;;) {
@@ -304,14 +304,13 @@ __device__ __forceinline__ void down(const typename Weight::Memory* w_down,
 
 }  // namespace
 
-#define TWELL_FEW_DOWN(name, Weight, octets, tiles, blocks, listed)                             \
-    extern "C" __global__ void TWELL_CLUSTER(blocks) __launch_bounds__(few::kThreads)           \
-        name(const Weight::Memory* w_down, const unsigned short* hidden,                        \
-             const unsigned short* fired, const unsigned short* b_down,                         \
-             const unsigned short* residual, int M, int N, int K, unsigned short* y,            \
-             const float* scale) {                                                              \
-        down<Weight, octets, tiles, blocks, listed>(w_down, hidden, fired, b_down, residual, M, \
-                                                    N, K, y, scale);                            \
+#define TWELL_FEW_DOWN(name, Weight, octets, tiles, blocks, listed)                                \
+    extern "C" __global__ void TWELL_CLUSTER(blocks) __launch_bounds__(few::kThreads) name(        \
+        const Weight::Memory* w_down, const unsigned short* hidden, const unsigned short* fired,   \
+        const unsigned short* b_down, const unsigned short* residual, int M, int N, int K,         \
+        unsigned short* y, const float* scale) {                                                   \
+        down<Weight, octets, tiles, blocks, listed>(w_down, hidden, fired, b_down, residual, M, N, \
+                                                    K, y, scale);                                  \
     }
 
 #if __CUDA_ARCH__ >= 900

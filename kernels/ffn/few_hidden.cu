@@ -6,8 +6,9 @@
 //
 // hidden bf16 [N, 8 OCTETS]: rows of neurons that fired for no token are not written, nor what lies
 // behind token M. fired, 16 bits for each row block of 16 neurons: those of the written rows.
-// counts int32 [M], or null: raised by how many neurons fired for each token. gate_scale and up_scale
-// are float32 [N], of the rows of these weights, or null if their kind has none (tile/weights.cuh).
+// counts int32 [M], or null: raised by how many neurons fired for each token. gate_scale and
+// up_scale are float32 [N], of the rows of these weights, or null if their kind has none
+// (tile/weights.cuh).
 //
 // A block goes through its neurons by up to 128: their gates, then up of those that fired, gathered
 // by their list. Rows of W_down that will be wanted are on their way into L2 meanwhile.
@@ -193,7 +194,8 @@ struct Hidden {
         }
     }
 
-    // The gates of the neurons at hand, or up of the list's. The product that `is_first` waits for x.
+    // The gates of the neurons at hand, or up of the list's. The product that `is_first` waits for
+    // x.
     __device__ __forceinline__ void multiply(Hand& hand, unsigned address, const Rows& rows,
                                              const Side& of, int is_up, bool is_first) const {
         few::Product<SIZES, Rows> product(address, address + SIZES::kBytes + sizeof(Hand), x, M, K,
@@ -263,16 +265,16 @@ struct Hidden {
 
 }  // namespace
 
-#define TWELL_FEW_HIDDEN(name, Weight, ...)                                                   \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                            \
-        name(const unsigned short* x, const Weight::Memory* w_gate,                           \
-             const Weight::Memory* w_up, const Weight::Memory* w_down,                        \
-             const unsigned short* b_gate, const unsigned short* b_up, int M, int N, int K,   \
-             unsigned short* hidden, unsigned short* fired, int* counts,                      \
-             const float* gate_scale, const float* up_scale) {                                \
-        Hidden<few::Sizes<Weight, __VA_ARGS__>>{x, w_gate, w_up, w_down, b_gate, b_up, M, N, K,   \
-                                                hidden, fired, counts, gate_scale, up_scale}      \
-            .run();                                                                           \
+#define TWELL_FEW_HIDDEN(name, Weight, ...)                                                        \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                                 \
+        name(const unsigned short* x, const Weight::Memory* w_gate, const Weight::Memory* w_up,    \
+             const Weight::Memory* w_down, const unsigned short* b_gate,                           \
+             const unsigned short* b_up, int M, int N, int K, unsigned short* hidden,              \
+             unsigned short* fired, int* counts, const float* gate_scale, const float* up_scale) { \
+        Hidden<few::Sizes<Weight, __VA_ARGS__>>{                                                   \
+            x, w_gate, w_up,   w_down, b_gate, b_up,       M,                                      \
+            N, K,      hidden, fired,  counts, gate_scale, up_scale}                               \
+            .run();                                                                                \
     }
 
 TWELL_ENTRIES(TWELL_FEW_HIDDEN)

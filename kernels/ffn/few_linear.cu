@@ -28,8 +28,7 @@ struct Addend {
     float bias, residual;
 
     __device__ __forceinline__ Addend()
-        : block(threadIdx.x / few::kRows / kTokens),
-          token(threadIdx.x / few::kRows % kTokens),
+        : block(threadIdx.x / few::kRows / kTokens), token(threadIdx.x / few::kRows % kTokens),
           bias(0.f), residual(0.f) {}
 
     __device__ __forceinline__ bool is_of(int other_block, int other_token) const {
@@ -91,12 +90,13 @@ __device__ __forceinline__ void linear(const unsigned short* x,
 
 }  // namespace
 
-#define TWELL_FEW_LINEAR(name, Weight, ...)                                                     \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                              \
-        name(const unsigned short* x, const Weight::Memory* weight,                             \
-             const unsigned short* bias, const unsigned short* residual, int M, int N, int K,   \
-             unsigned short* y, float* y32, const float* scale) {                               \
-        linear<few::Sizes<Weight, __VA_ARGS__>>(x, weight, bias, residual, M, N, K, y, y32, scale); \
+#define TWELL_FEW_LINEAR(name, Weight, ...)                                                      \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                               \
+        name(const unsigned short* x, const Weight::Memory* weight, const unsigned short* bias,  \
+             const unsigned short* residual, int M, int N, int K, unsigned short* y, float* y32, \
+             const float* scale) {                                                               \
+        linear<few::Sizes<Weight, __VA_ARGS__>>(x, weight, bias, residual, M, N, K, y, y32,      \
+                                                scale);                                          \
     }
 
 TWELL_ENTRIES(TWELL_FEW_LINEAR)

@@ -2,10 +2,10 @@
 //
 // The blocks of a cluster share what fired for their token: each makes the list of all of it, or,
 // where there are more neurons than its threads look at in one go, of its range of neurons. A
-// thread has 16 bytes of a row: 8 columns of K in bf16, 16 in e4m3. Of kBatch pairs at a time it asks for
-// those of each row of W_up, and at once for those of W_down, so that both are under way; with
-// several ways, 2 or 4, each takes every ways-th batch by threads of its own. Both products are
-// mma's (few_walk_numbers.cuh).
+// thread has 16 bytes of a row: 8 columns of K in bf16, 16 in e4m3. Of kBatch pairs at a time it
+// asks for those of each row of W_up, and at once for those of W_down, so that both are under way;
+// with several ways, 2 or 4, each takes every ways-th batch by threads of its own. Both products
+// are mma's (few_walk_numbers.cuh).
 //
 // The blocks' sums of y go to the block that owns the columns (st.async: a barrier of the cluster
 // would carry a fence over all memory), which adds them up in a fixed order. Nothing overflows, no
@@ -17,6 +17,7 @@
 #pragma once
 
 #include "spec.cuh"
+#include "ffn/few_walk_numbers.cuh"
 #include "ptx/arithmetic.cuh"
 #include "ptx/barriers.cuh"
 #include "ptx/bf16.cuh"
@@ -25,7 +26,6 @@
 #include "ptx/global.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/shared.cuh"
-#include "ffn/few_walk_numbers.cuh"
 #include "tile/bf16.cuh"
 #include "tile/fires.cuh"
 #include "tile/warp.cuh"
@@ -109,8 +109,8 @@ class Walk {
                 for (int i = 1; i < kWords; ++i)
                     if (word == i) both = words[i];
                 const int place = 4 * (ALL ? to / SIZE : to);
-                store_shared_word(list + place, 8 * (first + word / 4 * threads) + 2 * (word % 4) +
-                                                    bit / 16);
+                store_shared_word(list + place,
+                                  8 * (first + word / 4 * threads) + 2 * (word % 4) + bit / 16);
                 store_shared_word(gates + place, bit & 16 ? both & 0xffff0000u : both << 16);
             }
             if (ALL) break;
@@ -134,8 +134,8 @@ class Walk {
             const bool has = base >= 0;  // else nothing is under way yet
             const unsigned here = parts + (base & step ? sizes.parts() / 2 : 0);  // by turns
             if (has)
-                leave_parts(up, x, here + (threadIdx.x / 32 - way * sizes.warps) * kQuads *
-                                              kBatch * 4);
+                leave_parts(up, x,
+                            here + (threadIdx.x / 32 - way * sizes.warps) * kQuads * kBatch * 4);
             const bool goes_on = base + step < num;
             if (goes_on) load_batch(up, w_up, base + step);
             if (has) {
@@ -233,10 +233,11 @@ struct Place {
 };
 
 template <class Weight, bool ALL, int SIZE>
-__device__ __forceinline__ Walk<Weight, ALL, SIZE> walk_at(const Place& at, const Scales& scales, const Sizes& sizes,
-                                        const typename Weight::Memory* w_up,
-                                        const typename Weight::Memory* w_down,
-                                        const unsigned short* b_up, int column) {
+__device__ __forceinline__ Walk<Weight, ALL, SIZE> walk_at(const Place& at, const Scales& scales,
+                                                           const Sizes& sizes,
+                                                           const typename Weight::Memory* w_up,
+                                                           const typename Weight::Memory* w_down,
+                                                           const unsigned short* b_up, int column) {
     Walk<Weight, ALL, SIZE> walk;
     walk.scales = scales;
     walk.w_up = opaque(Weight::at(w_up, column));
@@ -259,8 +260,7 @@ __device__ __forceinline__ void finish_row(const Place& at, const Scales& scales
     if (column < K) {
 #pragma unroll 1
         for (; column >= columns; column -= columns) ++owner;
-        const unsigned place =
-            at.slots + 4 * ((at.rank * sizes.ways + at.way) * columns + column);
+        const unsigned place = at.slots + 4 * ((at.rank * sizes.ways + at.way) * columns + column);
         const unsigned to = address_in_block(place, owner);
         const unsigned their_barrier = address_in_block(at.barrier, owner);
 #pragma unroll
@@ -301,11 +301,13 @@ __device__ __forceinline__ void finish_row(const Place& at, const Scales& scales
 }
 
 template <class Weight, bool ALL, int SIZE>
-__device__ __forceinline__ void walk_token(
-    const Scales& scales, const unsigned short* x, const typename Weight::Memory* w_up,
-    const typename Weight::Memory* w_down, const unsigned short* b_up,
-    const unsigned short* b_down, const unsigned short* gate, const unsigned short* residual,
-    const Sizes& sizes, int* counts, unsigned short* y, const uint4* memory) {
+__device__ __forceinline__ void walk_token(const Scales& scales, const unsigned short* x,
+                                           const typename Weight::Memory* w_up,
+                                           const typename Weight::Memory* w_down,
+                                           const unsigned short* b_up, const unsigned short* b_down,
+                                           const unsigned short* gate,
+                                           const unsigned short* residual, const Sizes& sizes,
+                                           int* counts, unsigned short* y, const uint4* memory) {
     let_next_start();  // before the wait: of what comes, only weights are read before its own
     if (dynamic_smem_bytes() < sizes.bytes(SIZE) ||
         (ALL && sizes.N / 8 > kChunks * static_cast<int>(blockDim.x)))

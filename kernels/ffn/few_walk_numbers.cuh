@@ -215,8 +215,8 @@ struct Numbers<Weight, true> {
 
         // Eight columns of two pairs: rows g of the mma have two columns, rows g + 8 the next two.
         __device__ __forceinline__ static void add_eight(float (&y)[4], float (&next)[4],
-                                                         const uint4& a, const uint4& b,
-                                                         unsigned h, unsigned more) {
+                                                         const uint4& a, const uint4& b, unsigned h,
+                                                         unsigned more) {
             multiply_add_f16(y, a.x, a.y, b.x, b.y, h, more);
             multiply_add_f16(next, a.z, a.w, b.z, b.w, h, more);
         }

@@ -8,7 +8,8 @@
 // that the tile holds a NaN or an infinity.
 //
 // Launch: grid even, at most one block a multiprocessor, kPipelineBytes (197632) of dynamic shared
-// memory, x_map in boxes of 64 rows x 64 columns, w_map 128 x 64. 384 threads and tiles of 128 rows.
+// memory, x_map in boxes of 64 rows x 64 columns, w_map 128 x 64. 384 threads and tiles of 128
+// rows.
 #include "ptx/bf16.cuh"
 #include "ptx/global.cuh"
 #include "ptx/tma.cuh"

@@ -8,10 +8,10 @@
 //   heavy_down     y[heavy_rows] = hidden W_down^T + b_down, W_down lying as [N, K]
 // The gate is multiplied a second time: a row rarely comes here, and so no dense gate is ever kept.
 //
-// Launch: gather any grid x 256 threads. hidden, down: grid even, at most one block a multiprocessor,
-// 384 threads, kPipelineBytes + kPatchBytes (230400) of dynamic shared memory; maps of x_rows
-// [window, K], hidden [window, N] and w_down [N, K] in boxes of 64 rows x 64 columns, of w_gate [N, K]
-// and w_up [N, K] in boxes of 128 x 64. N must be a multiple of 8.
+// Launch: gather any grid x 256 threads. hidden, down: grid even, at most one block a
+// multiprocessor, 384 threads, kPipelineBytes + kPatchBytes (230400) of dynamic shared memory; maps
+// of x_rows [window, K], hidden [window, N] and w_down [N, K] in boxes of 64 rows x 64 columns, of
+// w_gate [N, K] and w_up [N, K] in boxes of 128 x 64. N must be a multiple of 8.
 #include "spec.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/shared.cuh"
@@ -60,8 +60,7 @@ class Patch {
             const int row = 2 * step + lane / 16;
             unsigned short* target = line(row);
             const uint4 values = lines_[row * 16 + (chunk ^ (row & 7))];
-            if (target && 8 * chunk < num_columns)
-                reinterpret_cast<uint4*>(target)[chunk] = values;
+            if (target && 8 * chunk < num_columns) reinterpret_cast<uint4*>(target)[chunk] = values;
         }
         __syncwarp();
     }
@@ -161,15 +160,15 @@ extern "C" __global__ void __launch_bounds__(spec::GATHER_BLOCK)
     for (int i = blockIdx.x; i < num_rows; i += gridDim.x) {
         const long long row = heavy_rows[window_start + i];
         const uint4* source = reinterpret_cast<const uint4*>(x + row * num_inner);
-        uint4* target =
-            reinterpret_cast<uint4*>(x_rows + static_cast<long long>(i) * num_inner);
+        uint4* target = reinterpret_cast<uint4*>(x_rows + static_cast<long long>(i) * num_inner);
         for (int chunk = threadIdx.x; chunk < num_inner / 8; chunk += blockDim.x)
             target[chunk] = source[chunk];
     }
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::kThreads, 1)
-    heavy_hidden(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap gate_map,
+    heavy_hidden(const __grid_constant__ TensorMap x_map,
+                 const __grid_constant__ TensorMap gate_map,
                  const __grid_constant__ TensorMap up_map, const unsigned short* b_gate,
                  const unsigned short* b_up, const int* heavy_count, int window_start, int window,
                  int num_columns, int num_inner, unsigned short* hidden) {
@@ -189,8 +188,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(product::
     extern __shared__ unsigned char dynamic_memory[];
     const int num_rows = rows_in_window(heavy_count, window_start, window);
     if (num_rows == 0) return;
-    DownTiles tiles{Patch(patches(dynamic_memory)), b_down,   heavy_rows, window_start,
-                    num_rows,                       num_inner, y};
+    DownTiles tiles{
+        Patch(patches(dynamic_memory)), b_down, heavy_rows, window_start, num_rows, num_inner, y};
     const product::Shape shape{num_rows, num_inner, num_columns, product::kBlockColumns};
     product::run<Across>(shape, &hidden_map, &down_map, &down_map, dynamic_memory, tiles);
 }

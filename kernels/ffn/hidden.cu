@@ -11,8 +11,8 @@
 // 2 bytes for each pair that is to fit at once, 16 bytes or more: grid (tiles). partial_stride and
 // tile_tokens * cap are multiples of 4 then.
 //
-// `hidden_kept` always gathers, sums of which there is one a pair, without a bias, and keeps what the
-// backward pass needs: of each pair, by its place in `pairs`, gate | up << 16.
+// `hidden_kept` always gathers, sums of which there is one a pair, without a bias, and keeps what
+// the backward pass needs: of each pair, by its place in `pairs`, gate | up << 16.
 #include "spec.cuh"
 #include "ptx/bf16.cuh"
 #include "ptx/shared.cuh"
@@ -279,8 +279,7 @@ __device__ __forceinline__ void fill_tile(const Sums& from, const Rounds& rounds
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    hidden(const float* partial, long long partial_stride, int num_ranges,
-           const uint4* links,
+    hidden(const float* partial, long long partial_stride, int num_ranges, const uint4* links,
            const int* pair_start, const unsigned* pairs, int M, int N, int tile_tokens, int cap,
            int panel_rows, int num_panels, int group_rounds, const unsigned short* b_up,
            const int* num_rounds, uint4* rounds, unsigned* masks) {
@@ -292,8 +291,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     if (room == 0)
         gather_all(from, all, num_groups * num_panels, num_panels, panel_rows, Also<false>{});
     else
-        fill_tile(from, all, pair_start, pairs, num_groups, N, tile_tokens, cap, num_panels,
-                  room, staged);
+        fill_tile(from, all, pair_start, pairs, num_groups, N, tile_tokens, cap, num_panels, room,
+                  staged);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)

@@ -1,4 +1,5 @@
-// plan_cluster: from the packed gate of a tile of tokens, the lists that `up`, `hidden` and `down` walk.
+// plan_cluster: from the packed gate of a tile of tokens, the lists that `up`, `hidden` and `down`
+// walk.
 //
 // A pair is a (token, neuron that fired). `up` wants all pairs of one neuron, `down` all pairs of
 // few tokens: every pair is listed twice, and a link leads from down's list into the one of `up`.
@@ -25,12 +26,13 @@
 //
 // group_rounds >= ceil(c / 2) for any c >= min(cap, panel_rows).
 //
-// A tile is planned by a cluster of eight blocks, each with an equal share of the tile's groups. Three phases with barriers between: count (each warp its
-// groups), start (where the pairs of each neuron group begin, and those of this block: a prefix sum
-// that each block makes for itself), place (each warp its groups). Count leaves the entries that it
-// fetched on a stage in shared memory. Place first makes a map of which entry each slot takes and
-// then goes by the slots, so that memory is written in order; groups that do not fit on the stage
-// or in the map are fetched again, window by window, and go to their slots one by one.
+// A tile is planned by a cluster of eight blocks, each with an equal share of the tile's groups.
+// Three phases with barriers between: count (each warp its groups), start (where the pairs of each
+// neuron group begin, and those of this block: a prefix sum that each block makes for itself),
+// place (each warp its groups). Count leaves the entries that it fetched on a stage in shared
+// memory. Place first makes a map of which entry each slot takes and then goes by the slots, so
+// that memory is written in order; groups that do not fit on the stage or in the map are fetched
+// again, window by window, and go to their slots one by one.
 //
 // Launch: 8 blocks a tile of tokens, of 512 threads, from sm_90 on.
 // Dynamic shared memory, NG = ceil(N / 8), P panels, G = ceil(tile_tokens / 8 / 8):
@@ -238,11 +240,11 @@ __device__ __forceinline__ void plan_part(Job job, unsigned char* memory, int nu
 }
 
 __device__ __forceinline__ void plan_tile(const int* counts, const int* entries, int M, int N,
-                                          int S, int cap, int most, int tile_tokens,
-                                          int panel_rows, int num_panels, int group_rounds,
-                                          int* num_rounds, uint4* rounds, uint4* links,
-                                          int* pair_start, unsigned* pairs, int* heavy_rows,
-                                          int* heavy_count, unsigned char* memory) {
+                                          int S, int cap, int most, int tile_tokens, int panel_rows,
+                                          int num_panels, int group_rounds, int* num_rounds,
+                                          uint4* rounds, uint4* links, int* pair_start,
+                                          unsigned* pairs, int* heavy_rows, int* heavy_count,
+                                          unsigned char* memory) {
     const int part = cluster_rank(), tile = blockIdx.x / kParts;
     const int num_groups = (tile_tokens / GROUP + kParts - 1) / kParts;
     const int tile_end = min((tile + 1) * tile_tokens, M);
@@ -280,13 +282,14 @@ __device__ __forceinline__ void plan_tile(const int* counts, const int* entries,
 
 }  // namespace
 
-extern "C" __global__ void __cluster_dims__(spec::PLAN_CLUSTER, 1, 1) __launch_bounds__(kClusterThreads, 2)
-    plan_cluster(const int* counts, const int* entries, int M, int N, int S, int cap, int most,
-                 int tile_tokens, int panel_rows, int num_panels, int group_rounds,
-                 int* num_rounds, uint4* rounds, uint4* links, int* pair_start, unsigned* pairs,
-                 int* heavy_rows, int* heavy_count) {
+extern "C" __global__ void __cluster_dims__(spec::PLAN_CLUSTER, 1, 1)
+    __launch_bounds__(kClusterThreads, 2)
+        plan_cluster(const int* counts, const int* entries, int M, int N, int S, int cap, int most,
+                     int tile_tokens, int panel_rows, int num_panels, int group_rounds,
+                     int* num_rounds, uint4* rounds, uint4* links, int* pair_start, unsigned* pairs,
+                     int* heavy_rows, int* heavy_count) {
     extern __shared__ uint4 dynamic_memory[];
     plan_tile(counts, entries, M, N, S, cap, most, tile_tokens, panel_rows, num_panels,
-                         group_rounds, num_rounds, rounds, links, pair_start, pairs, heavy_rows,
-                         heavy_count, reinterpret_cast<unsigned char*>(dynamic_memory));
+              group_rounds, num_rounds, rounds, links, pair_start, pairs, heavy_rows, heavy_count,
+              reinterpret_cast<unsigned char*>(dynamic_memory));
 }

@@ -77,11 +77,11 @@ __device__ __forceinline__ unsigned lanes_alike(bool filled, unsigned bank_class
 // number is a class knows that class.
 template <bool ONE_PANEL>
 struct Slots {
-    int places;        // of each class
-    int taken;         // pairs of the lane's class so far
-    int spilled;       // pairs without place of the classes before
-    int free_end;      // free places of the classes up to the lane's
-    int free_shift;    // from a free place, counted through all classes, to its place in the class
+    int places;      // of each class
+    int taken;       // pairs of the lane's class so far
+    int spilled;     // pairs without place of the classes before
+    int free_end;    // free places of the classes up to the lane's
+    int free_shift;  // from a free place, counted through all classes, to its place in the class
 
     __device__ __forceinline__ Slots(const Shared& shared, const Placing& to, int lane) {
         if (!ONE_PANEL) return;
@@ -272,8 +272,8 @@ __device__ __forceinline__ void place_one_by_one(const Job& job, const Shared& s
                 const int token = first_token + (word >> COLUMN_BITS & (GROUP - 1));
                 halves[value_of_slot(slot)] = word >> 16;
                 halves[value_of_slot(slot) + CODE_HALVES] = word & 0xffff;
-                links[slot] = list_pair(job, shared, token,
-                                        panel * job.panel_rows + (word & COLUMN_MASK));
+                links[slot] =
+                    list_pair(job, shared, token, panel * job.panel_rows + (word & COLUMN_MASK));
             }
         }
         __syncwarp();
@@ -285,8 +285,7 @@ __device__ __forceinline__ void place_group(const Job& job, const Shared& shared
                                             int lane) {
     const GroupState state = shared.groups[group];
     const int q = (job.first_token / GROUP + group) * job.num_panels;
-    const int total_rounds =
-        lay_rounds<ONE_PANEL>(job, shared, group, q, state.num_entries, lane);
+    const int total_rounds = lay_rounds<ONE_PANEL>(job, shared, group, q, state.num_entries, lane);
     if (!ONE_PANEL) {
 #pragma unroll 1
         for (int i = lane; i < job.num_panels * CLASSES; i += 32) shared.class_ranks[i] = 0;

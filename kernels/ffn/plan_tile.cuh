@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int kClusterThreads = spec::PLAN_CLUSTER_BLOCK;
-constexpr int kBatch = 8;  // counts that a lane has under way
+constexpr int kBatch = 8;     // counts that a lane has under way
 constexpr int kWindow = 256;  // entries that are fetched together where the stage is full
 
 // A tile is planned by a cluster of kParts blocks, each of which has an equal share of the tile's
@@ -112,7 +112,7 @@ __device__ __forceinline__ Entries in_map(const Shared& shared) {
 
 // The block's part of a tile of tokens: what was asked for, and where its lists go.
 struct Job {
-    const int* counts;   // of the part's first token, as entries
+    const int* counts;  // of the part's first token, as entries
     const int* entries;
     int first_token, num_tokens;  // of the part; fewer, or none, in the last tile
     int token_in_tile;            // of the part's first token

@@ -38,9 +38,9 @@
 namespace {
 
 constexpr int kThreads = spec::UP_BLOCK, kWarps = kThreads / 32;
-constexpr int kSlab = spec::SLAB;       // columns of K
+constexpr int kSlab = spec::SLAB;     // columns of K
 constexpr int kRowBytes = 2 * kSlab;  // of a slab
-constexpr int kBlock = 32;      // pairs that a warp computes at a time, 8 for each of 4 places
+constexpr int kBlock = 32;  // pairs that a warp computes at a time, 8 for each of 4 places
 
 // Pairs of one neuron group, to be computed in the slabs of one step.
 struct Work {
@@ -58,7 +58,7 @@ struct WorkQueue {
     int ahead_slab, ahead_base, ahead_first, ahead_last;
 
     __device__ __forceinline__ WorkQueue(const int* pair_start, int begin, int end, int slab,
-                                    int slab_end, int step, int lane)
+                                         int slab_end, int step, int lane)
         : pair_start(pair_start), begin(begin), end(end), slab_end(slab_end), step(step),
           lane(lane), slab(slab), base(begin), first(0), last(0), left(0), ahead_slab(slab),
           ahead_base(begin) {
@@ -194,7 +194,7 @@ __device__ __forceinline__ float dot_pairs(const Step& step, const unsigned (&co
     float own[PLACES];
 #pragma unroll
     for (int i = 0; i < PLACES; ++i) {
-        const float(&both)[4] = sums[i / 2];
+        const float (&both)[4] = sums[i / 2];
         const float sum = codes[i] & 1 << 16 ? both[i % 2 * 2 + 1] : both[i % 2 * 2];
         own[i] = __shfl_sync(~0u, sum, codes[i] >> 17, 4);
     }
@@ -217,9 +217,8 @@ __device__ __forceinline__ void compute_work(const Step& step, const Work& work,
         unsigned codes_behind[4];
         load_codes(codes_behind, quad_pairs + behind, num_behind, quad);
 
-        const float sum = num > 16
-                              ? dot_pairs<4>(step, codes, weights, rows, num, quad, t)
-                              : dot_pairs<2>(step, codes, weights, rows, num, quad, t);
+        const float sum = num > 16 ? dot_pairs<4>(step, codes, weights, rows, num, quad, t)
+                                   : dot_pairs<2>(step, codes, weights, rows, num, quad, t);
         if (8 * t + quad < num) {
             if (step.add)
                 add_to(lane_sums + first, sum);

@@ -23,8 +23,8 @@ __device__ __forceinline__ void barrier_expect_bytes(unsigned barrier, unsigned 
                  : "memory");
 }
 
-// Until phase `parity` of it is over. The loop is in the assembly: the compiler would unroll less of
-// what is around a loop of its own.
+// Until phase `parity` of it is over. The loop is in the assembly: the compiler would unroll less
+// of what is around a loop of its own.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"

@@ -48,8 +48,8 @@ __device__ __forceinline__ void multiply_add_f16(float (&sums)[4], unsigned a0, 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// multiply_add where of a only rows 0 - 7 are wanted: sums[0] and sums[1]. Of its other rows a register
-// holds anything, so the other two sums are anything.
+// multiply_add where of a only rows 0 - 7 are wanted: sums[0] and sums[1]. Of its other rows a
+// register holds anything, so the other two sums are anything.
 __device__ __forceinline__ void multiply_add_upper(float (&sums)[4], unsigned a0, unsigned a2,
                                                    unsigned b0, unsigned b1) {
     asm("{.reg .b32 any0, any1;"

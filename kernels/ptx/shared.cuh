@@ -23,10 +23,9 @@ __device__ __forceinline__ uint4 load_shared(unsigned from) {
 
 // Into `v`, or nothing: a predicate, no branch. It may move.
 __device__ __forceinline__ void load_shared_if(bool wanted, unsigned from, uint4& v) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}"
-        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-        : "r"(from), "r"(static_cast<unsigned>(wanted)));
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+                 : "r"(from), "r"(static_cast<unsigned>(wanted)));
 }
 
 __device__ __forceinline__ uint2 read_shared_pair(unsigned from) {
@@ -68,8 +67,8 @@ __device__ __forceinline__ unsigned load_shared_byte(unsigned from) {
 }
 
 __device__ __forceinline__ void store_shared(unsigned to, const uint4& v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y),
-                 "r"(v.z), "r"(v.w)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
                  : "memory");
 }
 

@@ -8,8 +8,8 @@ struct alignas(64) TensorMap {
 
 // ---- a box of a 2-d map, first coordinate along the contiguous dimension
 
-__device__ __forceinline__ void copy_box(unsigned target, const TensorMap* map, int column,
-                                         int row, unsigned barrier) {
+__device__ __forceinline__ void copy_box(unsigned target, const TensorMap* map, int column, int row,
+                                         unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%2, %3}], [%4];" ::"r"(target),

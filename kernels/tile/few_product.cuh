@@ -10,10 +10,10 @@
 // A row of a slab is 64 HALVES bytes in a stage, and as many that are asked of L2 at once: 128 are
 // worth it, for L2 takes so many requests a clock, whatever their size. Lane 4 g + t of the mma
 // reads 16 bytes of row g: thread t of a quad has columns 8 t to 8 t + 7 of a half (16 t to 16 t +
-// 15 of weights of 8 bits), which are not those that the mma names, but a and b agree. The halves of
-// odd rows are exchanged: so the lanes of two neighbouring rows read from all banks. Rows of x are
-// longer than those of weights of fewer bits than 16, and of odd ones each two neighbouring 16 bytes
-// are exchanged instead.
+// 15 of weights of 8 bits), which are not those that the mma names, but a and b agree. The halves
+// of odd rows are exchanged: so the lanes of two neighbouring rows read from all banks. Rows of x
+// are longer than those of weights of fewer bits than 16, and of odd ones each two neighbouring 16
+// bytes are exchanged instead.
 //
 // Such weights become bf16 in registers, exactly (tile/weights.cuh); scales of rows are for whoever
 // takes the sums. e4m3 takes five instructions for two weights. f16 would take one, but has too
@@ -47,7 +47,7 @@ class Product {
     static constexpr int kAtOnce = SIZES::kAtOnce, kPasses = SIZES::kPasses;
     static constexpr int kOctets = SIZES::kOctets;
     static constexpr int kStages = SIZES::kStages, kHalves = SIZES::kHalves;
-    static constexpr int kChunks = 4 * kHalves;       // of 16 bytes, of a row
+    static constexpr int kChunks = 4 * kHalves;  // of 16 bytes, of a row
     static constexpr int kRowBytes = 16 * kChunks;
     static constexpr int kRowsAtOnce = 32 / kChunks;  // that a warp copies by one instruction
     static constexpr int kXChunks = SIZES::kWider * kChunks, kXRowBytes = 16 * kXChunks;
@@ -65,8 +65,8 @@ class Product {
         num_slabs_ = (K / SIZES::kSlab - warp + kWarps - 1) / kWarps;
         copy_row_ = lane / kChunks;
         x_row_ = lane / kXChunks;
-        rows_.weight = opaque(
-            Weight::at(rows.weight, warp * SIZES::kSlab + lane % kChunks * Weight::kEach));
+        rows_.weight =
+            opaque(Weight::at(rows.weight, warp * SIZES::kSlab + lane % kChunks * Weight::kEach));
         x_ = opaque(x + warp * SIZES::kSlab + lane % kXChunks * 8);
         // the halves of odd rows are exchanged
         const int swap_copy = kHalves == 2 ? copy_row_ % 2 * 4 : 0;
@@ -176,9 +176,8 @@ class Product {
 
     // Of row block first + `block`: the sum over K.
     __device__ __forceinline__ float sum(int block, int row, int token) const {
-        const unsigned at =
-            sums_ + 4 * ((block * kOctets + token / kOctet) * kBlockSums +
-                         place_of_sum(row, token % kOctet));
+        const unsigned at = sums_ + 4 * ((block * kOctets + token / kOctet) * kBlockSums +
+                                         place_of_sum(row, token % kOctet));
         float sum = 0;
 #pragma unroll
         for (int warp = 0; warp < kWarps; ++warp)
@@ -200,14 +199,14 @@ class Product {
         }
         most = max(most & 0xffff, most >> 16);
 #pragma unroll
-        for (int i = kXChunks / 2; i > 0; i /= 2)
-            most = max(most, __shfl_xor_sync(~0u, most, i));
+        for (int i = kXChunks / 2; i > 0; i /= 2) most = max(most, __shfl_xor_sync(~0u, most, i));
         const unsigned power = power_for_f16(most), pair = power << 7 | power << 23;
 #pragma unroll 1
         for (int slab = 0; is_there && slab < num_slabs_; ++slab) {
             const uint4 v = load_shared(first + slab * step);
-            store_shared(first + slab * step, make_uint4(scaled_f16(v.x, pair), scaled_f16(v.y, pair),
-                                                         scaled_f16(v.z, pair), scaled_f16(v.w, pair)));
+            store_shared(first + slab * step,
+                         make_uint4(scaled_f16(v.x, pair), scaled_f16(v.y, pair),
+                                    scaled_f16(v.z, pair), scaled_f16(v.w, pair)));
         }
         if (is_there && threadIdx.x % kXChunks == 0)
             store_shared_float(powers_ + 4 * row, power_back(power));
@@ -287,7 +286,7 @@ class Product {
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
                 if (i >= num) break;
-                float(&own)[4] = sums[i][octet];
+                float (&own)[4] = sums[i][octet];
                 multiply_add_either<SIZES::kInF16>(own, low[i].x, high[i].x, low[i].y, high[i].y,
                                                    b.x, b.y);
                 multiply_add_either<SIZES::kInF16>(own, low[i].z, high[i].z, low[i].w, high[i].w,

@@ -11,8 +11,8 @@ namespace few {
 
 constexpr int kWarps = spec::FEW_WARPS, kThreads = 32 * kWarps;
 constexpr int kRows = spec::FEW_ROWS;  // of a row block
-constexpr int kOctet = 8;        // tokens
-constexpr int kHalfBytes = 512;  // of 8 rows of half a slab of weights
+constexpr int kOctet = 8;              // tokens
+constexpr int kHalfBytes = 512;        // of 8 rows of half a slab of weights
 constexpr int kBlockSums = kRows * kOctet;
 
 // What a kernel is built for: kind of weights, octets of tokens, row blocks in a pass, passes

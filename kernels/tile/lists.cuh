@@ -4,10 +4,10 @@
 #pragma once
 #include "spec.cuh"
 
-using spec::TILE;   // gate columns that a cell of counts and entries spans
-using spec::GROUP;  // consecutive tokens that share rounds: the n of one mma
-using spec::ROUND;  // slots a round holds: the k of one mma
-constexpr int CLASSES = 8;  // bank classes: columns whose low three bits are equal share banks
+using spec::TILE;               // gate columns that a cell of counts and entries spans
+using spec::GROUP;              // consecutive tokens that share rounds: the n of one mma
+using spec::ROUND;              // slots a round holds: the k of one mma
+constexpr int CLASSES = 8;      // bank classes: columns whose low three bits are equal share banks
 constexpr int NEURONS = GROUP;  // consecutive neurons whose pairs lie together: the n of one mma
 
 using spec::COLUMN_BITS;  // of a code: token in group << 13 | column in panel
@@ -20,7 +20,7 @@ constexpr int NOT_FINITE = 1 << 30;  // in a count: the tile holds NaN or Inf
 // 2t, 2t + 1, 2t + 8, 2t + 9: four values, then their four codes, 16 bits each.
 constexpr int ROUND_RECORDS = 4;
 constexpr int ROUND_HALVES = spec::ROUND_BYTES / 2;  // 16-bit units of a round
-constexpr int CODE_HALVES = 4;    // a slot's code lies so many units behind its value
+constexpr int CODE_HALVES = 4;  // a slot's code lies so many units behind its value
 
 constexpr unsigned NO_LINK = ~0u;  // of a slot without a pair
 

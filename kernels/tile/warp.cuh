@@ -15,8 +15,7 @@ __device__ __forceinline__ int scan_warp(int value, int lane) {
 template <int LANES = 32>
 __device__ __forceinline__ float sum_over_lanes(float value) {
 #pragma unroll
-    for (int apart = LANES / 2; apart > 0; apart /= 2)
-        value += __shfl_xor_sync(~0u, value, apart);
+    for (int apart = LANES / 2; apart > 0; apart /= 2) value += __shfl_xor_sync(~0u, value, apart);
     return value;
 }
 

@@ -8,8 +8,8 @@
 //     kInF16          whether it becomes f16 for the mma, where all of x can: x is f16 then, too,
 //                     times a power of two (tile/halves.cuh). Elsewhere it becomes bf16
 //     kRowScales      whether each row has a scale, fp32: `scaled` multiplies the sum of a row by
-//                     it, before a bias is added. Of W_down by rows of neurons there is one for each
-//                     column of y instead, which multiplies the sum over neurons
+//                     it, before a bias is added. Of W_down by rows of neurons there is one for
+//                     each column of y instead, which multiplies the sum over neurons
 //     as_bf16         eight of the weights in 16 bytes, number `part`, as operands of the mma
 //     as_f16          the same, if kInF16
 //     pair            of two units of 16 bits, which are a word, weight `i` of each, as bf16
@@ -65,8 +65,8 @@ struct Bf16 : OfBits<16, unsigned short> {
 
 // ---- e4m3
 
-// Bytes `first` and `second` of a word of e4m3, as bf16, exactly: that has the same sign, more exponent
-// and more mantissa.
+// Bytes `first` and `second` of a word of e4m3, as bf16, exactly: that has the same sign, more
+// exponent and more mantissa.
 __device__ __forceinline__ unsigned e4m3_pair(unsigned word, int first, int second) {
     const unsigned upper = permute_bytes(word, 0, 0x4 | first << 4 | 0x4 << 8 | second << 12);
     // exponent and mantissa, where bf16 has the lowest bits of its exponent: 2^-120 of the value

@@ -48,11 +48,11 @@ struct Half {
 
 // Shared memory of a block.
 struct Shared {
-    unsigned* bits;             // [two fours][CLASSES][words]
-    unsigned short* ranks;      // [the same]: bits of the class in the words before
-    unsigned* places;           // [kMapSlots] of the pairs that the slots take
-    unsigned short* codes;      // [kMapSlots]
-    int words;                  // of a class
+    unsigned* bits;         // [two fours][CLASSES][words]
+    unsigned short* ranks;  // [the same]: bits of the class in the words before
+    unsigned* places;       // [kMapSlots] of the pairs that the slots take
+    unsigned short* codes;  // [kMapSlots]
+    int words;              // of a class
 
     __device__ __forceinline__ Shared(unsigned char* memory, int panel_rows) {
         words = ((panel_rows + 63) / 64 + 1) & ~1;
@@ -183,9 +183,8 @@ __device__ __forceinline__ void write_slots(const Shared& shared, const Lists& l
 template <class Pairs>
 __device__ __forceinline__ void list_rows(const Pairs& pairs, int* num_listed, const Lists& lists,
                                           int num_fours, int q, int q_step, int panel_rows,
-                                          const unsigned* kept,
-                                          const unsigned* grads, unsigned char* memory,
-                                          Half* halves, int* first_at) {
+                                          const unsigned* kept, const unsigned* grads,
+                                          unsigned char* memory, Half* halves, int* first_at) {
     const Shared shared(memory, panel_rows);
     for (int i = threadIdx.x; i < 16 * shared.words; i += kThreads) shared.bits[i] = 0;
     __syncthreads();
@@ -292,11 +291,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         min(panel_tiles, num_tiles - first_tile),
         tile_tokens,
         static_cast<unsigned>(tile_tokens) * cap};
-    list_rows(
-        of_panel, num_listed, {heads, codes, values, hidden, masks},
-        (N + FOUR - 1) / FOUR - group * 2,
-        group * 2 * num_panels + panel, num_panels, panel_tiles * tile_tokens, kept, grads,
-        reinterpret_cast<unsigned char*>(memory), halves, &first_at);
+    list_rows(of_panel, num_listed, {heads, codes, values, hidden, masks},
+              (N + FOUR - 1) / FOUR - group * 2, group * 2 * num_panels + panel, num_panels,
+              panel_tiles * tile_tokens, kept, grads, reinterpret_cast<unsigned char*>(memory),
+              halves, &first_at);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -309,13 +307,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __shared__ int first_at;
     const int group = blockIdx.x, panel = blockIdx.y, num_panels = gridDim.y;
     const long long q = static_cast<long long>(group) * (num_panels / split) + panel / split;
-    const PairsOfTokens of_group{rounds + q * group_rounds * ROUND_RECORDS,
-                                 links + q * group_rounds * ROUND_RECORDS,
-                                 __ldg(num_rounds + q) * ROUND_RECORDS,
-                                 panel % split * panel_rows,
-                                 panel_rows};
-    list_rows(
-        of_group, num_listed, {heads, codes, values, nullptr, masks},
-        (M + FOUR - 1) / FOUR - group * 2, group * 2 * num_panels + panel, num_panels, panel_rows,
-        kept, grads, reinterpret_cast<unsigned char*>(memory), halves, &first_at);
+    const PairsOfTokens of_group{
+        rounds + q * group_rounds * ROUND_RECORDS, links + q * group_rounds * ROUND_RECORDS,
+        __ldg(num_rounds + q) * ROUND_RECORDS, panel % split * panel_rows, panel_rows};
+    list_rows(of_group, num_listed, {heads, codes, values, nullptr, masks},
+              (M + FOUR - 1) / FOUR - group * 2, group * 2 * num_panels + panel, num_panels,
+              panel_rows, kept, grads, reinterpret_cast<unsigned char*>(memory), halves, &first_at);
 }

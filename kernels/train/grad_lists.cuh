@@ -22,8 +22,8 @@
 
 constexpr int FOUR = spec::GRAD_FOUR;  // rows that share rounds: two values each, the n of one mma
 constexpr int LIST_ALIGNMENT = BATCH;  // of a list's first round
-constexpr int FOUR_MASKS = 16;     // words for 8 rounds
-constexpr int CODES_TOGETHER = 4;  // rounds
+constexpr int FOUR_MASKS = 16;         // words for 8 rounds
+constexpr int CODES_TOGETHER = 4;      // rounds
 
 // Whether there are sums of heavy rows, to which those of the lists are added.
 __device__ __forceinline__ bool any_heavy(const int* heavy_count) {

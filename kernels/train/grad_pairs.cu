@@ -10,8 +10,8 @@
 //
 // All in the order of `pairs` (plan.cu). penalty: a float32 on the device, or null.
 //
-// Launch: grid (tiles, any), blocks of 256 threads. tile_tokens * cap and partial_stride are multiples
-// of 4.
+// Launch: grid (tiles, any), blocks of 256 threads. tile_tokens * cap and partial_stride are
+// multiples of 4.
 #include "spec.cuh"
 #include "ptx/bf16.cuh"
 #include "tile/bf16.cuh"
@@ -30,8 +30,8 @@ __device__ __forceinline__ unsigned grads_of(float sum, unsigned kept, float pen
 }
 
 // Parts of the four pairs at `i`, added up.
-__device__ __forceinline__ float4 sum_of_parts(const float4* parts, long long stride, int num_ranges,
-                                               int i) {
+__device__ __forceinline__ float4 sum_of_parts(const float4* parts, long long stride,
+                                               int num_ranges, int i) {
     float4 sum = parts[i];
 #pragma unroll 4
     for (int range = 1; range < num_ranges; ++range) {
@@ -49,8 +49,8 @@ __device__ __forceinline__ int pairs_of_tile(const int* pair_start, int tile, in
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    add_parts(float* partial, long long partial_stride, int num_ranges, const int* pair_start, int N,
-              int tile_tokens, int cap) {
+    add_parts(float* partial, long long partial_stride, int num_ranges, const int* pair_start,
+              int N, int tile_tokens, int cap) {
     const int num = pairs_of_tile(pair_start, blockIdx.x, N);
     const long long first = static_cast<long long>(blockIdx.x) * tile_tokens * cap;
     float4* parts = reinterpret_cast<float4*>(partial + first);
@@ -59,9 +59,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    grad_pairs(const float* partial, long long partial_stride, int num_ranges, const int* pair_start,
-               const unsigned* kept, const float* penalty_at, int N, int tile_tokens, int cap,
-               unsigned* grads) {
+    grad_pairs(const float* partial, long long partial_stride, int num_ranges,
+               const int* pair_start, const unsigned* kept, const float* penalty_at, int N,
+               int tile_tokens, int cap, unsigned* grads) {
     const int num = pairs_of_tile(pair_start, blockIdx.x, N);
     const long long first = static_cast<long long>(blockIdx.x) * tile_tokens * cap;
     const float penalty = penalty_at ? *penalty_at : 0.f;

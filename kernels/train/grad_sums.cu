@@ -5,9 +5,9 @@
 //   grad_down      dW_down = h^T grad_y, by rows of neurons               fours of neurons
 //   grad_x         grad_gate W_gate + grad_up W_up                        fours of tokens
 //
-// Each is `down` (ffn/down.cu) with rows in fours and two values a slot: the other rows lie in shared
-// memory, 32 bytes of each, in planes of 8 columns, and a round of 16 slots is an mma a plane
-// (tile/octets.cuh)
+// Each is `down` (ffn/down.cu) with rows in fours and two values a slot: the other rows lie in
+// shared memory, 32 bytes of each, in planes of 8 columns, and a round of 16 slots is an mma a
+// plane (tile/octets.cuh)
 //
 //     sums [8, 8 columns] += V [8, 16 slots] plane [16 slots, 8 columns]
 //
@@ -110,7 +110,8 @@ __device__ __forceinline__ void add_rounds(Accumulators<KIND>& sums, Place<KIND>
     unsigned codes[(TWOS + 1) / 2];
     uint2 values[VALUES];
 #pragma unroll
-    for (int i = 0; i < TWOS; i += 2)  // a lane's slot in two rounds, those behind in the upper half
+    for (int i = 0; i < TWOS;
+         i += 2)  // a lane's slot in two rounds, those behind in the upper half
         codes[i / 2] = load_shared_word(place.code + 2 * i * kCodeBytes);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
@@ -171,7 +172,7 @@ struct Target {
     float* sums[2];
     unsigned short* out[2];
     int num_rows, K, first_column;
-    int first_row;  // of what lies in `sums`
+    int first_row;         // of what lies in `sums`
     bool add, kept, last;  // add: to rows of sums; kept: to what the panel before left
 
     __device__ __forceinline__ bool as_bf16() const { return last && out[0]; }
@@ -305,9 +306,9 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
     wait_for_copies<0>();
     __syncthreads();
 
-    const Planes both_planes{{opaque(smem_address(planes)),
-                              opaque(smem_address(planes + panel_rows))},
-                             static_cast<unsigned>(2 * panel_rows * kPlaneRow)};
+    const Planes both_planes{
+        {opaque(smem_address(planes)), opaque(smem_address(planes + panel_rows))},
+        static_cast<unsigned>(2 * panel_rows * kPlaneRow)};
     const unsigned code_at = 4 * lane, value_at = kStep * kCodeBytes + quad % 2 * 32 + t * 8;
     // where lanes take turns, of every other round
     const unsigned own_rounds = kTurns<KIND> == 1 ? ~0u : quad % 2 ? 0xaaaaaaaa : 0x55555555;
@@ -345,8 +346,8 @@ __device__ __forceinline__ void sum_panel(uint4* planes, const unsigned short* r
 template <Sums KIND>
 __device__ __forceinline__ void sum_panels(uint4* planes, const unsigned short* rows0,
                                            const unsigned short* rows1, const Lists& lists,
-                                           Target target, int chunk, int num_others,
-                                           int panel_rows, int num_panels) {
+                                           Target target, int chunk, int num_others, int panel_rows,
+                                           int num_panels) {
     constexpr unsigned kStageBytes = kWarps * kStages * Values<KIND>::kStageBytes;
     static_assert(kStageBytes <= spec::GRAD_STAGES);
     if (dynamic_smem_bytes() < panel_rows * 32u * kSets<KIND> + kStageBytes) __trap();
@@ -371,29 +372,32 @@ __device__ __forceinline__ void sum_panels(uint4* planes, const unsigned short* 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    grad_gate_up(const unsigned short* x, const int2* heads, const uint4* codes,
-                 const uint4* pairs, const unsigned* masks, int M, int N, int K, int panel_rows,
-                 int num_panels, const int* heavy_count, float* sums_gate, float* sums_up,
-                 unsigned short* out_gate, unsigned short* out_up) {
+    grad_gate_up(const unsigned short* x, const int2* heads, const uint4* codes, const uint4* pairs,
+                 const unsigned* masks, int M, int N, int K, int panel_rows, int num_panels,
+                 const int* heavy_count, float* sums_gate, float* sums_up, unsigned short* out_gate,
+                 unsigned short* out_up) {
     extern __shared__ uint4 planes[];
     const Target target{{sums_gate, sums_up},
                         {out_gate, out_up},
-                        N, K, static_cast<int>(blockIdx.x) * 16, 0, any_heavy(heavy_count), false,
+                        N,
+                        K,
+                        static_cast<int>(blockIdx.x) * 16,
+                        0,
+                        any_heavy(heavy_count),
+                        false,
                         false};
-    sum_panels<Sums::Both>(planes, x, x + 8, {heads, codes, pairs, masks}, target, N, M,
-                           panel_rows, num_panels);
+    sum_panels<Sums::Both>(planes, x, x + 8, {heads, codes, pairs, masks}, target, N, M, panel_rows,
+                           num_panels);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     grad_down(const unsigned short* grad_y, const int2* heads, const uint4* codes,
-              const uint4* hidden, const unsigned* masks, int M, int N, int K,
-              int panel_rows, int num_panels, const int* heavy_count, float* sums,
-              unsigned short* out) {
+              const uint4* hidden, const unsigned* masks, int M, int N, int K, int panel_rows,
+              int num_panels, const int* heavy_count, float* sums, unsigned short* out) {
     extern __shared__ uint4 planes[];
-    const Target target{{sums, nullptr},
-                        {out, nullptr},
-                        N, K, static_cast<int>(blockIdx.x) * 16, 0, any_heavy(heavy_count), false,
-                        false};
+    const Target target{
+        {sums, nullptr},        {out, nullptr}, N,    K, static_cast<int>(blockIdx.x) * 16, 0,
+        any_heavy(heavy_count), false,          false};
     sum_panels<Sums::One>(planes, grad_y, grad_y + 8, {heads, codes, hidden, masks}, target, N, M,
                           panel_rows, num_panels);
 }
@@ -403,9 +407,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
            const uint4* codes, const uint4* pairs, const unsigned* masks, int M, int N, int K,
            int panel_rows, int num_panels, int chunk, float* sums, unsigned short* out) {
     extern __shared__ uint4 planes[];
-    const Target target{{sums, nullptr},
-                        {out, nullptr},
-                        M, K, static_cast<int>(blockIdx.x) * 16, 0, false, false, false};
-    sum_panels<Sums::Merged>(planes, w_gate, w_up, {heads, codes, pairs, masks}, target, chunk,
-                             N, panel_rows, num_panels);
+    const Target target{
+        {sums, nullptr}, {out, nullptr}, M,    K, static_cast<int>(blockIdx.x) * 16, 0,
+        false,           false,          false};
+    sum_panels<Sums::Merged>(planes, w_gate, w_up, {heads, codes, pairs, masks}, target, chunk, N,
+                             panel_rows, num_panels);
 }

@@ -1,5 +1,5 @@
-// What the kernels of grad_sums.cu read of the lists: a warp's fours, round after round, by cp.async
-// onto stages of its own.
+// What the kernels of grad_sums.cu read of the lists: a warp's fours, round after round, by
+// cp.async onto stages of its own.
 #pragma once
 
 #include "ptx/arithmetic.cuh"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kCodeBytes = 32;                 // of a round
 constexpr int kStep = 2 * BATCH, kStages = 2;  // rounds of a step, at most
-constexpr unsigned kNothing = ~0u;  // in place of a number of rounds: no four is left
+constexpr unsigned kNothing = ~0u;             // in place of a number of rounds: no four is left
 
 enum class Sums { Both, One, Merged };  // grad_gate_up, grad_down, grad_x
 
@@ -41,12 +41,12 @@ struct Step {
 // fours at a time, one a lane, and for the 32 behind before they are needed.
 template <Sums KIND>
 struct Feed {
-    Lists lists;               // from the lane's place on
-    const int2* heads;         // of four 0 in this panel
+    Lists lists;                  // from the lane's place on
+    const int2* heads;            // of four 0 in this panel
     const uint4 *codes, *values;  // of the step to come, the lane's
     const unsigned* masks;
     int num_fours, stride, panels, lane;
-    int four;  // of the step to come
+    int four;                                               // of the step to come
     unsigned counts, counts_behind, firsts, firsts_behind;  // the lane's
     int from;                                               // the lane with the four's head
     int left;                                               // rounds of the four that are to come
