@@ -102,7 +102,6 @@ def test_a_head_that_is_not_there(make_model, tmp_path):
     [
         {"num_attention_heads": 5},
         {"dtype": 5},
-        {"eos_token_id": "x"},
         {"rope_parameters": {"rope_type": "x"}},
         {"rms_norm_eps": "a"},
         {"auto_map": 5},
