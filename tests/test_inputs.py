@@ -9,6 +9,7 @@ from edits import contents
 from finetune_runs import InterruptAt, assert_same_weights, small
 
 from twellctl.errors import TwellError
+from twellctl.files.made_of import Record
 from twellctl.files.workspace import workspace_beside
 from twellctl.finetune import Interrupted, finetune
 from twellctl.firing.profiled import save_profile
@@ -113,17 +114,19 @@ def test_a_failed_overwrite_keeps_the_old_out(relu_llama, text_file, tmp_path, m
 
 
 def test_which_checkpoints_stay(tmp_path):
+    Record.begin(tmp_path, {})
     for step in (3, 6, 9, 12):
         (tmp_path / f"checkpoint-{step}").mkdir()
         mark_complete(tmp_path / f"checkpoint-{step}", {})
     (tmp_path / "checkpoint-15").mkdir()  # not complete
     drop_old_checkpoints(tmp_path)
-    found = sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir())
+    found = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
     assert found == [9, 12, 15]
     assert last_checkpoint(tmp_path).name == "checkpoint-12"
 
 
 def test_a_checkpoint_that_is_half_gone_does_not_count(tmp_path, monkeypatch):
+    Record.begin(tmp_path, {})
     for step in (3, 6, 9):
         (tmp_path / f"checkpoint-{step}").mkdir()
         mark_complete(tmp_path / f"checkpoint-{step}", {})
