@@ -84,6 +84,13 @@ CODE = [
     ("corrected without a fence", SUM, f"{fence(WRONG)}\nInstead:\n\n{ADD}\nIt adds.", True),
     ("corrected between fences", SUM, f"{fence(WRONG)}\n{ADD}\n{fence('3', 'text')}", True),
     (
+        "a body that looks like an indented block",
+        SUM,
+        "def add(a, b):\n    import math\n\n    def up(x):\n        return math.ceil(x)\n"
+        f"    k = 3\n    while k:\n        k -= up(1)\n    return a + b\n\n{fence('3', 'text')}",
+        True,
+    ),
+    (
         "indented after a list",
         SUM,
         "1. So\n\n    def add(a, b):\n        return a + b\n\nAnd:",

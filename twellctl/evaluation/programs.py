@@ -148,7 +148,7 @@ def _defining(answer: str, name: str, tested: frozenset[str], given: frozenset[s
     """
     found_in_blocks = [(block, first_parts(dedented(block.code))) for block in code_blocks(answer)]
     other = [parts for block, parts in found_in_blocks if not _is_python(block)]
-    places = [_in_order(answer, found_in_blocks), other, [_between_prose(answer)]]
+    places = [_in_order(answer, found_in_blocks, name), other, [_between_prose(answer)]]
     for in_full in (True, False):  # a stub only where there is nothing else
         for blocks in places:
             found = [i for i, parts in enumerate(blocks) if _defines(parts, name, in_full)]
@@ -160,18 +160,25 @@ def _defining(answer: str, name: str, tested: frozenset[str], given: frozenset[s
     return None
 
 
-def _in_order(answer: str, blocks: Sequence[tuple[Block, list[Part]]]) -> list[list[Part]]:
-    """The statements of each Python block, and of the text before, between and after fences."""
+def _in_order(
+    answer: str, blocks: Sequence[tuple[Block, list[Part]]], name: str
+) -> list[list[Part]]:
+    """The statements of each Python block, and of the text before, between and after fences.
+
+    Indented blocks count if they define `name`; others may be the body of a function.
+    """
     lines = answer.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # as Markdown has them
     found: list[list[Part]] = []
+    indented: list[list[Part]] = []
     end = 0
     for block, parts in blocks:
-        if block.lines is not None:
-            found.append(_between_prose("\n".join(lines[end : block.lines[0]])))
-            end = block.lines[1]
-        if _is_python(block):
-            found.append(parts)
-    return [*found, _between_prose("\n".join(lines[end:]))]
+        if block.lines is None:
+            indented += [parts] if _defines(parts, name) else []
+            continue
+        found += indented or [_between_prose("\n".join(lines[end : block.lines[0]]))]
+        found += [parts] if _is_python(block) else []
+        indented, end = [], block.lines[1]
+    return found + (indented or [_between_prose("\n".join(lines[end:]))])
 
 
 def _defines(parts: Iterable[Part], name: str, in_full: bool = False) -> bool:
