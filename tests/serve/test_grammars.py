@@ -15,8 +15,6 @@ from twellctl.serving import grammars
 MINUTES = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 9_999_991}}}
 MINUTES["required"] = ["a"]
 HOSTILE = {
-    "a large divisor": MINUTES,
-    "a large divisor within another": {"type": "array", "items": MINUTES, "minItems": 3},
     "many divisors": {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949)]},
     "many properties": {"type": "object", "properties": {f"p{n}": {} for n in range(20_000)}},
     "many alternatives": {"anyOf": [{"const": f"{n:09}"} for n in range(50_000)]},
@@ -30,12 +28,11 @@ HOSTILE = {
 }
 
 
-@pytest.fixture
-def client(tokenizer, monkeypatch):
+@pytest.fixture(scope="module")
+def client(tokenizer):
     """Of a server that gives a schema a second."""
-    monkeypatch.setattr(grammars, "SECONDS", 1)
-    engine = Scripted([5, 0])
-    with serving(tokenizer, engine) as made:
+    with pytest.MonkeyPatch.context() as patch, serving(tokenizer, Scripted([5, 0])) as made:
+        patch.setattr(grammars, "SECONDS", 1)
         yield made
 
 
@@ -86,32 +83,37 @@ def test_a_hostile_schema_holds_up_nobody(client, schema):
 
 
 def test_the_limit_of_time_is_named_and_others_go_on(client):
+    within_another = {"type": "array", "items": MINUTES, "minItems": 3}
     with pytest.raises(openai.BadRequestError, match="takes more than 1 s") as caught:
-        chat(client, response_format=form_of(MINUTES))
+        chat(client, response_format=form_of(within_another))
     assert (caught.value.param, caught.value.code) == ("response_format", "json_schema")
     assert chat(client, response_format=form_of({"type": "integer"})).choices
 
 
-def test_memory_is_limited(client, monkeypatch):
+def test_memory_is_limited(tokenizer, monkeypatch):
     monkeypatch.setattr(grammars, "SECONDS", 60)
     monkeypatch.setattr(grammars, "BYTES", 1 << 20)
-    with pytest.raises(openai.BadRequestError, match="or 1 MiB"):
+    with (
+        serving(tokenizer, Scripted([5, 0])) as client,
+        pytest.raises(openai.BadRequestError, match="or 1 MiB"),
+    ):
         chat(client, response_format=form_of(MINUTES))
 
 
-def test_a_client_that_leaves_ends_the_trial(client, trials, monkeypatch):
+def test_a_client_that_leaves_ends_the_trial(tokenizer, trials, monkeypatch):
     monkeypatch.setattr(grammars, "SECONDS", 600)
     body = json.dumps(
         {"messages": [{"role": "user", "content": "x"}], "response_format": form_of(MINUTES)}
     )
-    url = client.base_url
-    with socket.create_connection((url.host, url.port)) as sent:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {url.host}\r\nContent-Length: "
-        sent.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
-        assert eventually(trials)
-        (trial,) = trials()
-    assert eventually(lambda: not trial.is_running())
-    assert chat(client, response_format=form_of({"type": "integer"})).choices
+    with serving(tokenizer, Scripted([5, 0])) as client:
+        url = client.base_url
+        with socket.create_connection((url.host, url.port)) as sent:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {url.host}\r\nContent-Length: "
+            sent.sendall(f"{head}{len(body)}\r\n\r\n{body}".encode())
+            assert eventually(trials)
+            (trial,) = trials()
+        assert eventually(lambda: not trial.is_running())
+        assert chat(client, response_format=form_of({"type": "integer"})).choices
 
 
 def test_a_server_ends_in_the_middle_of_a_trial(tokenizer, trials, monkeypatch):
