@@ -1,8 +1,10 @@
 """convert --data: fitted models against stock transformers, and what is refused."""
 
 import dataclasses
+import functools
 import json
 import re
+import shutil
 import signal
 import socket
 import tempfile
@@ -38,34 +40,38 @@ pytestmark = pytest.mark.usefixtures("no_answers")
 QUICK = {"tokens": 2048, "seq_len": 32, "eval_windows": 8, "steps": 0, "density": 1.0}
 
 
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 8, "pad_token_id": 0}
+FAMILIES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "phi3": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "gemma2": GEMMA | {"sliding_window": 16},
+    "gemma": {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh", "pad_token_id": 0},
+    "granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0, "pad_token_id": 0},
+    "cohere": {"pad_token_id": 0},
+}
+
+
 @pytest.fixture(scope="module")
 def fitted(make_model, text_file, tmp_path_factory):
-    """`fitted(family, **settings)`: (source, folder, what `convert` returned)."""
+    """`fitted(family, **settings)`: (source, folder, what `convert` returned); read only.
 
-    def fit(family="llama", out=None, changes=(), **settings):
-        source = make_model(family, **dict(changes))
-        out = out or tmp_path_factory.mktemp("fitted") / "out"
+    `family`: one of `FAMILIES` with its changes; a plain Llama if none is given.
+    """
+
+    @functools.cache
+    def fit(family=None, **settings):
+        source = make_model(family, **FAMILIES[family]) if family else make_model("llama")
+        out = tmp_path_factory.mktemp("fitted") / "out"
         done = convert(source, out, data=[str(text_file)], **QUICK | settings)
         return source, out, done
 
     return fit
 
 
-GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 8, "pad_token_id": 0}
-FAMILIES = [
-    ("llama", {"attention_bias": True, "mlp_bias": True}),
-    ("phi3", {}),
-    ("qwen2", {"tie_word_embeddings": True}),
-    ("gemma2", GEMMA | {"sliding_window": 16}),
-    ("gemma", {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh", "pad_token_id": 0}),
-    ("granite", {"residual_multiplier": 0.3, "embedding_multiplier": 2.0, "pad_token_id": 0}),
-    ("cohere", {"pad_token_id": 0}),
-]
-
-
-@pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_stock_transformers_computes_what_was_measured(fitted, text_file, family, changes):
-    source, out, done = fitted(family, changes=changes)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stock_transformers_computes_what_was_measured(fitted, text_file, family):
+    source, out, done = fitted(family)
     config = AutoConfig.from_pretrained(out)
     model, first = (AutoModelForCausalLM.from_pretrained(p) for p in (out, source))
     assert config.intermediate_size == 96 + done.fitted.map_neurons
@@ -101,7 +107,7 @@ def test_a_fit_of_bf16_weights_holds_states_in_bf16(
     make_model, text_file, tmp_path, monkeypatch, family
 ):
     """As near as stock transformers computes from the same weights in float32."""
-    how = {"initializer_range": 0.2} | (FAMILIES[3][1] if family == "gemma2" else {})
+    how = {"initializer_range": 0.2} | (FAMILIES["gemma2"] if family == "gemma2" else {})
     source, out = tmp_path / "bf16", tmp_path / "out"
     with quiet_transformers():
         wide = AutoModelForCausalLM.from_pretrained(folder := make_model(family, **how))
@@ -384,7 +390,8 @@ def test_what_a_fit_would_leave_out_is_refused(
 
 def test_fine_tuning_goes_on_from_a_fit(fitted, text_file, tmp_path):
     """Engines still find the first layer's map; the second's is none, as by another trainer."""
-    source, out, done = fitted()
+    source, made, done = fitted()
+    out = shutil.copytree(made, tmp_path / "out")
     with weights_in(out) as before:
         before["model.layers.1.mlp.gate_proj.weight"][-1] *= 1.01
     settings = {"data": [str(text_file)], "seq_len": 32, "max_steps": 6, "batch_size": 2}
@@ -430,7 +437,8 @@ def test_an_export_computes_what_the_folder_does_and_counts_no_map(
     [("llama", "gate_proj.weight"), ("llama", "gate_proj.bias"), ("phi3", "gate_up_proj.weight")],
 )
 def test_an_export_says_if_a_map_is_lost(fitted, tmp_path, family, name):
-    _, out, _ = fitted(family, changes=dict(FAMILIES)[family])
+    _, made, _ = fitted(family)
+    out = shutil.copytree(made, tmp_path / "out")
     with weights_in(out) as tensors:
         tensors[f"model.layers.1.mlp.{name}"][96] += 0.01
     notes = []
