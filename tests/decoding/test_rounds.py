@@ -76,7 +76,7 @@ def test_whatever_comes_and_goes_tokens_are_right_and_pages_are_free_at_the_end(
     scheduler = scheduler_of(num_pages, most, drafts=drafts, wrong=draw.choice([3, 7]))
     longest = min(scheduler.context, 350)
     found: dict[Sequence, list] = {}
-    for _ in range(150):
+    for _ in range(100):
         if draw.random() < 0.15:
             length = draw.randint(1, longest - 1)
             prompt = [draw.randrange(200) for _ in range(length)]
