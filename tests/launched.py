@@ -22,13 +22,11 @@ def bf16(*shape: int) -> Tensor:
 
 
 def zero_ffn(K: int, N: int, biases: bool, kind: str = "bf16") -> FFN:
-    """Weights of zeros; in e4m3 with scales."""
-    weights = [
-        bf16(N, K).to(torch.float8_e4m3fn) if kind == "e4m3" else bf16(N, K) for _ in range(3)
-    ]
+    """Weights of zeros, which are one tensor; in e4m3 with scales."""
+    zeros = torch.zeros(N, K, dtype=torch.float8_e4m3fn if kind == "e4m3" else torch.bfloat16)
     rest = [bf16(n) if biases else None for n in (N, N, K)]
     scales = [torch.ones(n) if kind == "e4m3" else None for n in (N, N, K)]
-    return ffn_by_neurons(*weights, *rest, *scales)
+    return ffn_by_neurons(zeros, zeros, zeros, *rest, *scales)
 
 
 def ways_by_tokens(limits: Limits, *, N: int, K: int, kind: str = "bf16") -> Iterator[str]:
