@@ -20,17 +20,17 @@ def case(*sizes, blocks: int = 100, form: str = "sparse", **how) -> tuple:
 
 ALL_OF_IT = {"biases": True, "head_norms": True}
 CASES = {
-    "plain": case(1536, 128, 12, 12, 776, 2, 70, gate_mean=-1.5),
+    "plain": case(1536, 128, 12, 3, 776, 2, 70, gate_mean=-1.5),
     "all at once": case(2048, 64, 32, 8, 1448, 1, 200, **ALL_OF_IT, mapped=401, seed=3, blocks=132),
     "first token, nothing fires": case(
-        1536, 128, 12, 12, 392, 1, 0, gate_mean=-9, seed=6, blocks=97
+        1536, 128, 12, 2, 392, 1, 0, gate_mean=-9, seed=6, blocks=97
     ),
     "heads of 256": case(
-        3072, 256, 12, 4, 776, 1, 330, head_norms=True, gate_mean=-1.5, seed=5, blocks=98
+        3072, 256, 12, 2, 392, 1, 330, head_norms=True, gate_mean=-1.5, seed=5, blocks=98
     ),
     "dense": case(1536, 128, 12, 2, 776, 1, 150, **ALL_OF_IT, seed=7, blocks=97, form="dense"),
     "screened": case(
-        *(1536, 128, 12, 12, 4600, 1, 70),
+        *(1536, 128, 12, 4, 4600, 1, 70),
         **{"gate_mean": -1.5, "biases": True, "mapped": 201, "missed": -0.4, "form": "screened"},
     ),
     # slices of an odd number of groups
