@@ -304,7 +304,12 @@ def test_a_fit_that_held_out_text_says_is_broken_is_an_error(
 
 @pytest.mark.parametrize(
     ("loss", "of_source", "is_broken"),
-    [(9.1, 2.0, True), (8.9, 2.0, False), (9.3, 9.25, False), (float("nan"), 2.0, True)],
+    [
+        (9.1, 2.0, True),
+        (8.9, 2.0, False),
+        (9.9, 9.25, False),
+        (float("nan"), 2.0, True),
+    ],
 )
 def test_a_model_worse_than_guessing_is_broken_unless_its_source_is(loss, of_source, is_broken):
     held = HeldOut(loss, of_source, 7.0, 0.0)

@@ -13,6 +13,7 @@ from typer.main import get_command
 
 from twellctl.cli.app import app
 from twellctl.cli.pipeline import _flags, _words
+from twellctl.errors import TwellError
 from twellctl.evaluation.results import Evaluation
 from twellctl.models.verdict import Verdict
 from twellctl.text.written import hold_out
@@ -202,3 +203,18 @@ def test_measures_are_taken_on_answers_that_no_model_was_made_from(tmp_path):
     answers.write_text(whole)
     hold_out(answers, held_out)
     assert (answers.read_text(), held_out.read_text()) == made
+    (tmp_path / "one.jsonl").write_text(whole.split("\n")[0] + "\n")
+    with pytest.raises(TwellError, match=r"holds answers to one prompt, .*: give two or more"):
+        hold_out(tmp_path / "one.jsonl", tmp_path / "none.jsonl")
+
+
+def test_a_run_that_would_go_on_by_other_settings_is_refused(pipe, tmp_path):
+    """A run folder of finetune goes on by the settings that it has."""
+    run = tmp_path / "out/sparse.run"
+    run.mkdir(parents=True)
+    begun = {"finetune": {"settings": {"convert": {}, "finetune": {"max-steps": 3}}, "files": {}}}
+    (tmp_path / "out/run.json").write_text(json.dumps(begun))
+    steps = "model: {model}\nout: {out}\nconvert:\nfinetune: {{data: {text}}}\n"
+    code, _, err = pipe(steps)
+    said = "was made with other settings or inputs (finetune): remove it, or name another out"
+    assert (code, err) == (2, [f"error: {run} {said}"])

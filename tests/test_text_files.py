@@ -321,6 +321,15 @@ def test_what_is_no_text_is_named_with_its_place(tmp_path):
         list(read_texts([str(tmp_path / "a.jsonl")], "text"))
 
 
+def test_a_text_that_breaks_behind_its_first_piece_ends_there(tmp_path, caplog):
+    (tmp_path / "a.txt").write_bytes(b"word " * 300_000 + b"\xff")
+    (tmp_path / "b.txt").write_text("whole")
+    texts = list(read_texts([str(tmp_path)], "text"))
+    assert (texts[0][:10], texts[-1]) == ("word word ", "whole")
+    assert "the rest of a file of text is left out" in caplog.text
+    assert "a.txt is not valid UTF-8 (byte 1500000)" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

@@ -52,7 +52,7 @@ def play_kernels() -> None:
         assert (beside - y)[held].abs().sum() <= 0.2 * y[held].abs().sum()
         return y
 
-    def plan_layers(layers, most, device, dtype, sources, dense) -> Planned:
+    def plan_layers(layers, most, device, dtype, sources, dense, engine) -> Planned:
         x = torch.ones(3, layers[0].sizes.K, dtype=torch.bfloat16)
         assert dense(x).run().shape == x.shape  # so it is measured
         plan = WayPlan.parse("1+ union")

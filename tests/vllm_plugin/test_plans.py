@@ -60,7 +60,7 @@ def test_layers_of_the_same_sizes_go_by_one_plan(found, dense):
     ((sizes, density, *rest, how),) = found.asked
     assert (sizes, density) == (SIZES, pytest.approx(0.125))
     assert rest == [16, GPU, "sources", "auto"]
-    assert how == {"most": 8, "dense": dense}
+    assert how == {"most": 8, "dense": dense, "engine": ""}
 
 
 def test_layers_of_other_sizes_have_plans_of_their_own(found):

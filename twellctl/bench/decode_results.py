@@ -19,7 +19,7 @@ class DecodeForm:
     both in the text that this form wrote. `shortfall` as in `Judged`; None: a fitted model without
     its map, which writes noise, is not judged. `floor_seconds`: what reading
     the weights and the cache of a step takes at the device's copy bandwidth. `way`: that its
-    steps went; None: there is one. `in_fp8`: whether its weights are FP8.
+    steps went; None: its decoder has no plan. `in_fp8`: whether its weights are FP8.
     """
 
     name: str

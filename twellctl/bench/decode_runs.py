@@ -83,11 +83,11 @@ class OpenForm:
     most_rows: int  # of a step
     warm_up_tokens: int | None  # None: as many as are timed
     cache_bytes: int  # of one token, in all layers
-    plan: WayPlan | None = None  # of its steps, if there are several ways
+    plan: WayPlan | None = None  # of its steps; None of decoders without kernels
     screens: Screens | None = None
 
     def way(self, rows: int) -> str | None:
-        """That steps of so many rows go; None if there is one alone."""
+        """That steps of so many rows go; None without a plan."""
         if self.plan is None:
             return None
         return self.plan.name(next(size for size in buckets(self.most_rows) if size >= rows))

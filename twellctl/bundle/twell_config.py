@@ -65,6 +65,12 @@ def mapped_neurons(config: object) -> int:
     return (getattr(config, "twell", None) or {}).get("map_neurons", 0)
 
 
+def density_with_map(twell: Mapping[str, Any], density: float | None, N: int) -> float | None:
+    """Of N neurons, map included, the share that fires, by the `density` of the others."""
+    mapped = twell.get("map_neurons", 0) / N
+    return None if density is None else mapped + (1 - mapped) * density
+
+
 def check_twell(twell: object, num_layers: int) -> dict:
     """The block itself if it is sound; `ValueError` says what is wrong with it."""
     if not isinstance(twell, dict):

@@ -41,12 +41,13 @@ def plan_of_ffn(
     *,
     most: int | None = None,
     dense: Callable[[Tensor], Way] | None = None,
+    engine: str = "",
 ) -> WayPlan:
     """The fastest of the ways of `route` on this GPU, as kept or as measured now.
 
     `density`: the share of the neurons that fires; `slots` of a tile. `most`: tokens that will come
-    at a time; None: any number. `sources`: of kernels that are loaded. `dense`: of an engine, makes
-    of x the way that stands in for dense products.
+    at a time; None: any number. `sources`: of kernels that are loaded. `dense`: of an `engine`,
+    makes of x the way that stands in for dense products.
     """
     index, limits = device.index, device_limits(device.index)
     problem = Problem(1, sizes.N, sizes.K, limits, kind=sizes.kind)
@@ -68,10 +69,9 @@ def plan_of_ffn(
                 }
             )
 
-    engine = "" if dense is None else " in an engine"
     key = (
         f"{torch.cuda.get_device_name(index)} {sizes} density={density_bucket(density)} "
-        f"slots={slots} {sources[:12]}{engine}"
+        f"slots={slots} {sources[:12]}{engine and f' in {engine}'}"
     )
     names = {top: [way.name for way in ways[top]] for top in tops}
     return measured_plan(key, names, measure)

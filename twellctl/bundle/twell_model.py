@@ -32,6 +32,7 @@ from .twell_cache import say_once
 from .twell_config import (
     check_route,
     check_twell,
+    density_with_map,
     is_silu_form,
     requested,
     rounded_kind,
@@ -206,13 +207,10 @@ def put_over_twell(model: nn.Module, twell: Mapping[str, Any]) -> None:
     if is_silu_form(twell):
         read_as_relu(model, twell)
     densities = twell.get("densities") or [None] * len(ffns)
-    num_mapped = twell.get("map_neurons", 0)
     for ffn, slots, density in zip(ffns, twell["slots"], densities, strict=True):
         ffn.__class__ = _over_twell(type(ffn))
-        ffn.twell_tile, ffn.twell_slots, ffn.twell_density = twell["tile"], slots, density
-        if density is not None and num_mapped:  # which fire, too
-            mapped = num_mapped / ffn.down_proj.weight.shape[1]
-            ffn.twell_density = mapped + (1 - mapped) * density
+        ffn.twell_tile, ffn.twell_slots = twell["tile"], slots
+        ffn.twell_density = density_with_map(twell, density, ffn.down_proj.weight.shape[1])
 
 
 @functools.cache

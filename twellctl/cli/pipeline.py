@@ -118,8 +118,8 @@ class _Pipeline:
                 self._check_files(name, made)
             if is_begun and not (name == "write" and is_unfinished(made)):
                 ui.note(f"{name}: {made} is there")
-                if name == "write":  # it may have been killed before that
-                    hold_out(made, self._out / _HELD_OUT)
+                if name == "write":
+                    self._finish_answers(made)
             else:
                 self._take_one(name, made)
             if name == "eval" and not keep_going:
@@ -129,10 +129,13 @@ class _Pipeline:
         """Refuse wrong flags of a step, and what was made with other settings."""
         self._commands[name].make_context(name, self._words(name), parent=self._root)
         made = self._out / _MADE[name]
-        if not made.exists():
-            return
         begun = self._begun.get(name)
         parts = begun if isinstance(begun, dict) else {}
+        if not made.exists():
+            run = run_folder(made)
+            if name == "finetune" and run.exists() and "settings" in parts:  # it goes on by these
+                refuse_other(run, parts["settings"], _record(name, self._steps), _REMEDY)
+            return
         if not all(isinstance(parts.get(part), dict) for part in ("settings", "files")):
             raise TwellError(
                 f"{self._out / RECORD} does not say with which settings {made} was made: move it "
@@ -161,6 +164,15 @@ class _Pipeline:
         if name == "write":
             hold_out(made, self._out / _HELD_OUT)
         self._save(name, begun | {"result": _digest(made)})
+
+    def _finish_answers(self, made: Path) -> None:
+        """Hold out what an interruption left among the answers; once, for later steps read them."""
+        held_out, begun = self._out / _HELD_OUT, self._begun["write"]
+        if "result" not in begun:
+            hold_out(made, held_out)
+            self._save("write", begun | {"result": _digest(made)})
+        elif not held_out.exists():
+            raise TwellError(f"{held_out} is missing: put it back, or remove {made}, too")
 
     def _save(self, name: str, begun: dict[str, Any]) -> None:
         self._begun[name] = as_json(begun)

@@ -38,7 +38,7 @@ class DecodeEngine:
         self.vocab_size = scheduler.decoder.vocab_size
         self.max_held = scheduler.max_running + max_waiting
         self.eos_tokens = scheduler.eos_tokens
-        # KernelDecoder's
+        # of a KernelDecoder; None of others
         self.screens = getattr(scheduler.decoder, "screens", None)
         self.plan = getattr(scheduler.decoder, "plan", None)
         self._scheduler, self._max_waiting = scheduler, max_waiting

@@ -69,7 +69,7 @@ def _made_of(checkpoint: Checkpoint, fit: Fit) -> dict[str, Any]:
 
 
 def _write_text(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
-    """Write windows to fit on and held out ones, of all its text in turn: of no text in common."""
+    """Write windows to fit on and held out ones, of all its text in turn: of other pieces."""
     tokenizer, L = load_tokenizer(checkpoint), fit.seq_len
     vocabulary = checkpoint.config.get("vocab_size")
 

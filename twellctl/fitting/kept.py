@@ -19,7 +19,7 @@ from twellctl.models.shard_writer import save_tensors
 
 
 class KeptLayers:
-    """Those in `folder`, the first `count`. That they are whole `Record.check` has seen."""
+    """Those in `folder`, the first `count`. That they are whole `Record.leave` has seen."""
 
     def __init__(self, folder: Path):
         self.folder, self._record = folder, Record.read(folder)

@@ -52,9 +52,13 @@ class HeldOut:
     same_token: float
 
     def refuse_broken(self, vocabulary: int) -> None:
-        """`TwellError` for a model that is worse than its source, and than guessing."""
-        guessing = math.log(vocabulary)
-        if not self.cross_entropy <= max(self.source_cross_entropy + WORSE, guessing):
+        """`TwellError` for a model that is worse than its source, and than guessing.
+
+        A source that is worse than guessing itself says nothing of the fit.
+        """
+        guessing, source = math.log(vocabulary), self.source_cross_entropy
+        most = max(source + WORSE, guessing) if source <= guessing else math.inf
+        if not self.cross_entropy <= most:
             raise TwellError(
                 f"the fitted model is broken: its cross-entropy on held-out text is "
                 f"{self.cross_entropy:.2f}, that of its source {self.source_cross_entropy:.2f}, "

@@ -105,26 +105,29 @@ def find_plans(K: int, N: int, num_layers: int) -> Finding:
         density = re.search(r" density=(-?\d+) ", key)
         if f"(K={K}, N={N}, " not in key or not isinstance(text, str) or density is None:
             continue
-        said = f"{1.3 ** int(density[1]):.1%}: {text}"
+        kind = " in FP8" if "kind='e4m3'" in key else ""
+        said = f"{1.3 ** int(density[1]):.1%}{kind}: {text}"
         if not key.startswith("step "):
             ffns.append(said)
         elif f" L={num_layers} sparse " in key:
             steps.append(said)
     named = {"steps of the engine": steps, "FFNs": ffns}
-    parts = [f"{what} at {', at '.join(found)}" for what, found in named.items() if found]
+    parts = [
+        f"{what} at {', at '.join(dict.fromkeys(found))}" for what, found in named.items() if found
+    ]
     if not parts:
-        what = "none measured here yet: serve-local and bench decode do when they open the model"
+        what = "none measured here yet: that is done when the model is opened on a GPU"
         return Finding("plans", "none", what)
     return Finding("plans", "ok", "; ".join(parts))
 
 
 def _kept_plans() -> dict[str, Any]:
-    """The content of plans.json; nothing if it makes no sense."""
-    from twellctl.bundle.twell_cache import cache_dir
+    """The content of plans.json; nothing if it makes no sense, or may be another user's."""
+    from twellctl.bundle.twell_cache import kept
 
     try:
-        found = json.loads((cache_dir() / "plans.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(kept("plans.json") or b"{}")
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -49,7 +49,10 @@ def read_texts(paths: list[str], text_column: str, tokenizer: Any = None) -> Ite
         return chain([first], texts)
 
     for texts in usable(text_files(paths), texts_of, logger.warning, "files of text"):
-        yield from texts
+        try:
+            yield from texts
+        except LeftOut as error:  # behind its first piece
+            logger.warning("the rest of a file of text is left out: %s", error)
 
 
 def read_prompts(path: str | Path) -> list[Messages]:

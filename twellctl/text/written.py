@@ -140,7 +140,7 @@ def finish(path: Path, new: Path) -> None:
 def hold_out(path: Path, held_out: Path) -> None:
     """Move the answers to 1 of `HELD_OUT` prompts from the finished file `path` to `held_out`.
 
-    Where that was done, nothing is; where it was killed in between, the rest.
+    Where it was killed in between, the rest is moved. `TwellError` for answers to one prompt alone.
     """
     rows = path.read_text(encoding="utf-8").split("\n")[:-1]
     prompts: dict[str, int] = {}
@@ -148,6 +148,10 @@ def hold_out(path: Path, held_out: Path) -> None:
         prompts.setdefault(_prompt_in(row), len(prompts))
     held = [row for row in rows if prompts[_prompt_in(row)] % HELD_OUT == 0]
     kept = [row for row in rows if prompts[_prompt_in(row)] % HELD_OUT]
+    if not kept and not held_out.exists():
+        raise TwellError(
+            f"{path} holds answers to one prompt, but some prompts are held out: give two or more"
+        )
     if not held_out.exists():
         write_file(held_out, "".join(f"{row}\n" for row in held))
     elif held_out.read_text(encoding="utf-8").split("\n")[:-1] != held:

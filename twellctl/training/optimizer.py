@@ -25,7 +25,7 @@ from transformers import TrainingArguments
 from twellctl.errors import TwellError
 from twellctl.here.processes import dense_of, is_one_of_several
 from twellctl.models.checkpoint import Checkpoint
-from twellctl.models.loading import read_tensors
+from twellctl.models.loading import read_tensors, refuse_not_finite
 from twellctl.training.sharded_weights import local, rows
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
@@ -273,11 +273,13 @@ def default_rate(checkpoint: Checkpoint) -> float:
 
     The former for a model whose activation was swapped. To two digits, so
     that all processes have the same. What a layer gives after a norm does not depend on the size of
-    its weights, so a step is a share of that. `TwellError` for weights that are all zero.
+    its weights, so a step is a share of that. `TwellError` for weights that are all zero, or not
+    finite.
     """
     layer = checkpoint.ffn.num_layers // 2
     squares, count = 0.0, 0
-    for _, weight in read_tensors(checkpoint, checkpoint.ffn_weights(layer)):
+    for name, weight in read_tensors(checkpoint, checkpoint.ffn_weights(layer)):
+        refuse_not_finite(checkpoint, [(name, weight)])
         squares += float(torch.linalg.vector_norm(weight, dtype=torch.float64)) ** 2
         count += weight.numel()
     if not squares:

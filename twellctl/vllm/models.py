@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_world_group
 from vllm.model_executor.layers.activation import SiluAndMul
 
-from twellctl.bundle.twell_config import stays_silu
+from twellctl.bundle.twell_config import density_with_map, stays_silu
 from twellctl.errors import TwellError
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.in_vllm import ARCHITECTURES, DENSELY
@@ -81,9 +81,11 @@ def put_over_twell(model: nn.Module, twell: dict, vllm_config: VllmConfig) -> No
     def begin(device: torch.device) -> Planned:
         return _plan(list(ffns.values()), device, vllm_config)
 
+    N = vllm_config.model_config.hf_config.intermediate_size
     for name, module in gated_ffns(model).items():
         number = int(re.search(r"\.layers\.(\d+)\.", name)[1])
-        slots, density = twell["slots"][number], twell["densities"][number]
+        slots = twell["slots"][number]
+        density = density_with_map(twell, twell["densities"][number], N)
         ffns[name] = over_twell(module, twell["tile"], slots, density, begin)
         model.set_submodule(name, ffns[name])
     if any(isinstance(module, SiluAndMul) for module in model.modules()):  # it would run SiLU
@@ -115,7 +117,9 @@ def _plan(
     layers, first = [ffn.layer for ffn in ffns], ffns[0]
     in_fp8 = isinstance(first, TwellFp8FFN)
     dense = first.dense_way if in_fp8 else None
-    found = plan_layers(layers, most, device, model_config.dtype, own_kernels(), dense)
+    engine = f"vLLM {vllm.__version__}{' compiled' if first.compiled else ''}" if in_fp8 else ""
+    how = (device, model_config.dtype, own_kernels(), dense, engine)
+    found = plan_layers(layers, most, *how)
     if in_fp8 and found.plans and (said := first.why_not_read()):
         found = densely_in_fp8(said)
     fired = [layer.density for layer in layers]

@@ -58,12 +58,13 @@ def plan_layers(
     dtype: torch.dtype,
     sources: str,
     dense: Callable[[Tensor], Way] | None = None,
+    engine: str = "",
 ) -> Planned:
     """Load the kernels and measure all ways of `layers`, for up to `most` tokens at a time.
 
     Layers of the same sizes go by one plan, made for the mean of their densities. `dtype`: of their
     inputs. `sources` as `sparse_ffn` takes it. `dense`: makes the `engines_way` of x, of FFNs of
-    these sizes, if their weights are FP8; None for bf16.
+    these sizes, if their weights are FP8; None for bf16. `engine`: whose dense products these are.
     """
     whys = (_why_no_kernels(layer, device, dtype, sources) for layer in layers)
     if (said := next(filter(None, whys), None)) is not None:
@@ -77,7 +78,7 @@ def plan_layers(
         alike = [layer for layer in layers if layer.sizes == sizes]
         density, slots = fmean(one.density for one in alike), max(one.slots for one in alike)
         plans[sizes] = plan_of_ffn(
-            sizes, density, slots, device, sources, route, most=most, dense=dense
+            sizes, density, slots, device, sources, route, most=most, dense=dense, engine=engine
         )
     if all(_DENSE.issuperset(plan.names) for plan in plans.values()):
         return Planned("densely, which was measured to be the fastest for every number of tokens")

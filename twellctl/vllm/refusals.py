@@ -45,7 +45,7 @@ def check_served(model: str, config: Any, *, quantized: bool, lora: bool) -> Non
         )
     if "densities" not in twell:
         raise TwellError(
-            f"{model}: its config.json holds no profile, from which routes come: export it with "
+            f"{model}: its config.json holds no profile, from which plans come: export it with "
             f"--profile (see twellctl profile), {densely}"
         )
     if quantized and not is_rounded:
