@@ -141,7 +141,13 @@ def _write_corpus(out: Path) -> None:
     """train.jsonl and val.jsonl: every twentieth file of the standard library is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-    files = [p for p in sorted(root.rglob("*.py")) if not skipped & set(p.relative_to(root).parts)]
+    files = sorted(
+        path
+        for top in root.iterdir()
+        if top.name not in skipped  # site-packages may hold many thousands
+        for path in ([top] if top.suffix == ".py" else top.rglob("*.py"))
+        if not skipped & set(path.relative_to(root).parts)
+    )
     np.random.default_rng(0).shuffle(files)
     total, kept = 0, []
     for file in files:
