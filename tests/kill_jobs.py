@@ -20,9 +20,9 @@ from twellctl.training.recipe import run_folder
 PIPELINE = """
 model: {model}
 out: {out}
-write: {{prompts: "{prompts}", max-tokens: 20, batch-size: 8}}
-convert: {{data: "{text}", tokens: 1024, seq-len: 32, steps: 4, step-tokens: 64, eval-windows: 2}}
-finetune: {{data: ["{text}", "{out}/answers.jsonl"], max-steps: 6, seq-len: 32, batch-size: 4,
+write: {{prompts: "{prompts}", max-tokens: 8, batch-size: 8}}
+convert: {{data: "{text}", tokens: 1024, seq-len: 32, steps: 2, step-tokens: 64, eval-windows: 2}}
+finetune: {{data: ["{text}", "{out}/answers.jsonl"], max-steps: 3, seq-len: 32, batch-size: 4,
   eval-blocks: 2, save-steps: 1}}
 eval: {{data: "{text}", windows: 2, seq-len: 32}}
 profile: {{windows: 2, seq-len: 32}}
@@ -39,7 +39,7 @@ def exported(model, text, out, overwrite):
 
 
 def finetuned(model, text, out, overwrite):
-    recipe = small(text, max_steps=6, save_steps=1, eval_steps=2)
+    recipe = small(text, max_steps=3, save_steps=1, eval_steps=2)
     resume = run_folder(Path(out)).exists()
     finetune(model, out, recipe, resume=resume, overwrite=overwrite)
 
@@ -49,7 +49,7 @@ def piped(model, text, out, overwrite):
     for module in (teacher, import_module("twellctl.evaluate")):
         module.prompts_in = lambda *given: []
     file, prompts = Path(f"{out}.yaml"), Path(text).parent / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "What is {i}?"}}\n' for i in range(20)))
+    prompts.write_text("".join(f'{{"prompt": "What is {i}?"}}\n' for i in range(8)))
     steps = PIPELINE.format(model=model, text=text, prompts=prompts, out=out)
     file.write_text(steps, encoding="utf-8")
     get_command(app)(["run", str(file), "--keep-going", "--quiet"], standalone_mode=False)
