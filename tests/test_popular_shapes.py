@@ -72,6 +72,11 @@ SOME = {"SmolLM2-135M", "Qwen2.5-0.5B", "Qwen3-4B", "Phi-3-mini", "Qwen2.5-7B", 
 # and those of a step in one kernel, or of other heads
 STEPS = SOME | {"Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-1.5B", "Llama-2-7B"}
 STEPS |= {"OpenLLaMA-3B", "Falcon3-3B"}
+of_steps = pytest.mark.parametrize(
+    "shape",
+    [shape for shape in SHAPES if EVERY_CASE or shape.name in STEPS],
+    ids=lambda shape: shape.name,
+)
 
 
 def on_devices(on_hopper: set[str]):
@@ -283,7 +288,7 @@ def test_steps_of_a_silu_model(judge, shape, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["H200"])
-@of_all_shapes
+@of_steps
 def test_one_row_over_fp8_weights_is_one_kernel_where_it_is_in_bf16(judge, shape, monkeypatch):
     """But for heads of 256, which the kernel of a whole step has in bf16 alone."""
     model = shape.model(shape.vocabulary, "meta", num_hidden_layers=1)
