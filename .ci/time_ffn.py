@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twellctl.bench import contest
-from twellctl.bench.device import bench_device, device_name
+from twellctl.bench.device import bench_device, device_name, why_no_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL, Point
 from twellctl.bundle.twell_cache import reasons_said
 from twellctl.bundle.twell_config import ROUTES, TILE
 from twellctl.bundle.twell_dense import gated_ffn, rounded_weight
-from twellctl.bundle.twell_e4m3 import why_no_products
 from twellctl.bundle.twell_ffn import sparse_ffn, train_ffn
+from twellctl.bundle.twell_measured import Sizes, plan_of_ffn
 from twellctl.bundle.twell_model import by_rows_of_neurons
 from twellctl.bundle.twell_synthetic import FfnWeights, make_rows, make_weights
 from twellctl.bundle.twell_train import plain_train_ffn
@@ -44,9 +44,7 @@ def main() -> None:
         (2 * given.intermediate_size, given.hidden_size),
         (given.hidden_size, given.intermediate_size),
     ]
-    index = device.index if device.type == "cuda" else None
-    reasons = (why_no_products(index, N, K, str(BF16)) for N, K in sizes)
-    no_fp8 = next((said for said in reasons if said), None)
+    no_fp8 = why_no_fp8(device, sizes)
     print(f"{device_name(device)}, {given.hidden_size} x {given.intermediate_size}")
     if no_fp8:
         print(f"no dense FP8: {no_fp8}")
@@ -191,13 +189,23 @@ def _forward(
         )
     loaded = in_fp8 if given.fp8 else [weights.ffn for weights in _as_loaded(copies)]
     for route in given.route:
-        how = {"slots": slots, "density": density, "sources": own_kernels(), "route": route}
-        run = partial(sparse_ffn, **how)
+        how = {"slots": slots, "density": density, "sources": own_kernels()}
+        run = partial(sparse_ffn, **how, route=route, plan=_plan(loaded[0], slots, density, route))
         yield contest.Contender(
             f"twell FP8 {route}" if given.fp8 else f"twell {route}",
             TWELL,
             lambda number, run=run: run(x, loaded[number]),
         )
+
+
+def _plan(ffn: FFN, slots: int, density: float, route: str) -> str:
+    """The plan of a route, measured as where a model is opened; "": without kernels here."""
+    device = ffn.gate.values.device
+    if device.type != "cuda" or route == "dense":
+        return ""
+    biases = ffn.gate.bias is not None, ffn.down.bias is not None
+    sizes = Sizes(ffn.K, ffn.N, biases, ffn.kind)
+    return str(plan_of_ffn(sizes, density, slots, device, own_kernels(), route))
 
 
 def _in_fp8(weights: FfnWeights) -> FFN:

@@ -304,7 +304,7 @@ def test_what_bench_decode_writes_goes_into_the_card(success, relu_llama, text_f
     ("change", "sentence"),
     [
         ({"command": "bench model"}, "is not a 'bench decode' file that this twellctl can read"),
-        ({"schema_version": 2}, "is not a 'bench decode' file that this twellctl can read"),
+        ({"schema_version": 1}, "is not a 'bench decode' file that this twellctl can read"),
         ({"models": []}, "is not a complete 'bench decode' file"),
         ({"models": [{"model": {}, "points": []}]}, "is not a complete 'bench decode' file"),
         ({"settings": None}, "is not a complete 'bench decode' file"),

@@ -19,6 +19,7 @@ from twellctl.doctor import doctor
 from twellctl.here import kernels as kernels_here
 from twellctl.here import machine
 from twellctl.here.machine import Finding
+from twellctl.here.own_kernels import own_kernels
 
 GPU = Finding("GPU", "ok", "a GPU")
 HOPPER = Limits(132, 232448, (9, 0))
@@ -246,12 +247,14 @@ def test_plans_that_were_measured_for_a_folder_are_printed(tmp_path, monkeypatch
     K, N, L = (config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     (found,) = (one for one in doctor(export_llama).folder if one.name == "plans")
     assert (found.state, found.what[:23]) == ("none", "none measured here yet:")
+    own = own_kernels()[:12]
     step, ffn = f"step a GPU StepSizes(K={K}, N={N}, H=2)", f"a GPU Sizes(K={K}, N={N}, H=2)"
     kept = {
-        f"{step} L={L} sparse a density=-7 of 1": "1 one kernel, 2+ union",
-        f"{step} L={L} dense a density=-7 of 1": "1+ dense",
-        f"{step} L={L + 1} sparse a density=-7 of 1": "1+ fast",
-        f"{step} L={L} sparse a density=-6 of 1": 3,
+        f"{step} L={L} sparse {own} density=-7 of 1": "1 one kernel, 2+ union",
+        f"{step} L={L} dense {own} density=-7 of 1": "1+ dense",
+        f"{step} L={L + 1} sparse {own} density=-7 of 1": "1+ fast",
+        f"{step} L={L} sparse of-others density=-7 of 1": "1+ slow",
+        f"{step} L={L} sparse {own} density=-6 of 1": 3,
         f"{ffn} density=-15 slots=8 a of 1": "1+ dense",
         f"a GPU Sizes(K={K}, N={N + 8}, H=2) density=-15 slots=8 a of 1": "1+ pairs",
     }

@@ -5,7 +5,8 @@ import torch
 from ffns import ffn_of
 from on_gpu import on_e4m3
 
-from twellctl.bundle import twell_choice, twell_measured
+from twellctl.bundle import twell_measured
+from twellctl.bundle.twell_cache import PLANS, kept_json
 from twellctl.bundle.twell_choice import WayPlan
 from twellctl.bundle.twell_config import TILE
 from twellctl.bundle.twell_dense import gated_ffn, rounded_weight
@@ -96,7 +97,7 @@ def test_a_plan_over_fp8_weights_serves_an_engine(monkeypatch):
 def test_a_plan_is_of_the_fastest_ways():
     """Measured times say so: none of the others is faster by more than noise."""
     plan = WayPlan.parse(planned("bf16"))
-    times = next(iter(twell_choice._read_kept().values()))["ms"]
+    times = next(iter(kept_json(PLANS).values()))["ms"]
     assert {"1", "4", "64", "1024"} <= times.keys()
     for tokens, of_ways in times.items():
         assert of_ways[plan.name(int(tokens))] <= 1.01 * min(of_ways.values())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 DENSE, DENSE_FP8, TWELL = "dense", "dense FP8", "twell"
 ROUNDING = 2  # times the error of dense eager are rounding
 ROUNDING_OF = {"worst_row_error": 4}

@@ -1,4 +1,4 @@
-"""The folder of what is made once on a machine and kept: compiled kernels, measured choices.
+"""The folder of what is made once on a machine and kept: compiled kernels, measured plans.
 
 What lies there is run. So the folder is made for its owner alone, and nothing is read from one, or
 from a file, that another user than this one or root has, or may write. Standard library only.
@@ -8,12 +8,14 @@ Here is the log, too, of what goes without the kernels: each reason once.
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ def reasons_said() -> Iterator[list[str]]:
         logger.propagate = propagate
 
 
+PLANS = "plans.json"  # those of twell_choice.py
 _told: set[Path] = set()
 
 
@@ -106,6 +109,15 @@ def keep(name: str, content: bytes) -> None:
     except OSError:
         if aside is not None and os.path.exists(aside):
             os.unlink(aside)
+
+
+def kept_json(name: str) -> dict[str, Any]:
+    """The content of a JSON file of the cache; nothing if it is none that makes sense."""
+    try:
+        found = json.loads(kept(name) or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @contextlib.contextmanager

@@ -11,13 +11,11 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from .twell_cache import alone, keep, kept
+from .twell_cache import PLANS, alone, keep, kept_json
 
-_FILE = "plans.json"
 _TIE = 1.005  # of times so near the first is taken: noise must not decide
 _STEP = math.log(1.3)
 _SLEEP_CLOCKS = 4_000_000  # some 2 ms, in which the host runs ahead
@@ -101,7 +99,7 @@ def measured_plan(
         # else there may be more memory another time
         with alone():
             entry = {"plan": str(plan), "ms": {str(top): found for top, found in times.items()}}
-            keep(_FILE, (json.dumps(_read_kept() | {key: entry}, indent=1) + "\n").encode())
+            keep(PLANS, (json.dumps(kept_json(PLANS) | {key: entry}, indent=1) + "\n").encode())
     return plan
 
 
@@ -153,20 +151,10 @@ def gpu_ms(run: Callable[[], object]) -> float:
 
 def _kept_plan(key: str, ways: Mapping[int, Sequence[str]]) -> WayPlan | None:
     """None if nothing is kept under `key` that makes sense."""
-    entry = _read_kept().get(key)
+    entry = kept_json(PLANS).get(key)
     text = entry.get("plan") if isinstance(entry, dict) else None
     try:
-        plan = WayPlan.parse(text) if isinstance(text, str) else None
+        plan = WayPlan.parse(text if isinstance(text, str) else "")
     except ValueError:
         return None
-    if plan is None:
-        return None
     return plan if all(plan.name(top) in names for top, names in ways.items()) else None
-
-
-def _read_kept() -> dict[str, Any]:
-    try:
-        found = json.loads(kept(_FILE) or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

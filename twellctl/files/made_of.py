@@ -5,7 +5,8 @@ Where a command continues, all parts must be what they were.
 
 A digest is of all bytes, since any row or layer may have been corrected. sha256 takes one or two
 seconds a GB, about as long as reading does, which comes next anyway; a process reads no file twice
-for it. Files of together more than `WHOLE` are known by their sizes and times of change.
+for it. Inputs of together more than `WHOLE` are known by their sizes and times of change. What a
+run keeps is read whole whatever its size.
 """
 
 import functools

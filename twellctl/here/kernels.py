@@ -3,12 +3,10 @@
 Nothing here may fail for want of what it looks for.
 """
 
-import json
 import os
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 from twellctl.errors import first_line
 from twellctl.here.machine import Finding, install_advice
@@ -81,7 +79,7 @@ def _load_kernels() -> Finding:
 def find_cache() -> Finding:
     """The folder that keeps compiled kernels and measured choices, and what is in it."""
     try:
-        from twellctl.bundle.twell_cache import cache_dir, not_private
+        from twellctl.bundle.twell_cache import PLANS, cache_dir, kept_json, not_private
     except Exception as error:
         return Finding("cache", "none", f"not looked for: {first_line(error)}")
     folder = cache_dir()
@@ -92,44 +90,42 @@ def find_cache() -> Finding:
     if (why := not_private()) is not None:
         return Finding("cache", "bad", why, f"chmod 700 {folder}, or another TWELL_CACHE_DIR")
     compiled = len(list(folder.glob("*.cubin")))
-    what = f"{folder}: {compiled} compiled kernel files, {len(_kept_plans())} measured plans"
+    what = f"{folder}: {compiled} compiled kernel files, {len(kept_json(PLANS))} measured plans"
     return Finding("cache", "ok", what)
 
 
 def find_plans(K: int, N: int, num_layers: int) -> Finding:
     """Which kernels run for how many tokens: plans that were measured here for FFNs of these sizes
     in a model of so many layers."""
-    steps, ffns = [], []
-    for key, entry in _kept_plans().items():
+    try:
+        import torch
+
+        from twellctl.bundle.twell_cache import PLANS, kept_json
+        from twellctl.here.own_kernels import own_kernels
+
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        own = own_kernels()[:12]
+    except Exception as error:
+        return Finding("plans", "none", f"not looked for: {first_line(error)}")
+    named: dict[str, list[str]] = {"steps of the engine": [], "FFNs": []}
+    for key, entry in kept_json(PLANS).items():
         text = entry.get("plan") if isinstance(entry, dict) else None
         density = re.search(r" density=(-?\d+) ", key)
-        if f"(K={K}, N={N}, " not in key or not isinstance(text, str) or density is None:
+        is_like = f"(K={K}, N={N}, " in key and gpu in key
+        if not is_like or density is None or not isinstance(text, str):
+            continue
+        is_step = key.startswith("step ")
+        if is_step and f" L={num_layers} sparse {own} " not in key:
             continue
         kind = " in FP8" if "kind='e4m3'" in key else ""
         said = f"{1.3 ** int(density[1]):.1%}{kind}: {text}"
-        if not key.startswith("step "):
-            ffns.append(said)
-        elif f" L={num_layers} sparse " in key:
-            steps.append(said)
-    named = {"steps of the engine": steps, "FFNs": ffns}
-    parts = [
-        f"{what} at {', at '.join(dict.fromkeys(found))}" for what, found in named.items() if found
-    ]
+        found = named["steps of the engine" if is_step else "FFNs"]
+        found += [said] * (said not in found)
+    parts = [f"{what} at {', at '.join(found)}" for what, found in named.items() if found]
     if not parts:
         what = "none measured here yet: that is done when the model is opened on a GPU"
         return Finding("plans", "none", what)
     return Finding("plans", "ok", "; ".join(parts))
-
-
-def _kept_plans() -> dict[str, Any]:
-    """The content of plans.json; nothing if it makes no sense, or may be another user's."""
-    from twellctl.bundle.twell_cache import kept
-
-    try:
-        found = json.loads(kept("plans.json") or b"{}")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _can_write(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from twellctl.files.strict_json import read_json
 from twellctl.models.card_front import cell, is_plain, table
 from twellctl.models.schemes import title_of
 
-BENCH_VERSION = 1  # bench.results.SCHEMA_VERSION
+BENCH_VERSION = 2  # bench.results.SCHEMA_VERSION
 UNTIMED = "Not measured. On your GPU: `twellctl bench decode`."
 FASTER = 1.02  # times as fast: less is no gain
 
