@@ -304,9 +304,8 @@ def _switch(name: str, key: str, is_on: bool, option: Any) -> Iterator[str]:
 
 def _must_be(name: str, key: str, value: Any) -> str:
     return (
-        f"{key} of {name} must be text, a number, true, false, a list of these, or for JSON a "
-        f"mapping, got "
-        f"{shown(value)}"
+        f"{key} of {name} must be text, a number, true, false, a mapping where JSON is asked for, "
+        f"or a list of these, got {shown(value)}"
     )
 
 
