@@ -1,9 +1,11 @@
 """eval on answers: what a model writes for tasks, and how far two models agree on answers."""
 
+import copy
 import math
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from twellctl.evaluate import evaluate
 from twellctl.evaluation import limited, questions
 from twellctl.evaluation.answers import Answer, answers
 from twellctl.evaluation.questions import Coded
+from twellctl.evaluation.subject import Subject
 from twellctl.models import verdict
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
@@ -148,8 +151,21 @@ def test_prompts_come_out_of_chats(tokenizer, monkeypatch):
 def test_a_prompt_that_begins_the_function_wants_all_of_it():
     whole = Coded("import math\n\ndef f(x):\n    '''Root.'''\n", "f", "assert f(4) == 2")
     free = Coded("Write a function f.", "f", "assert f(4) == 2")
-    assert questions.prompt_of(whole).startswith("Complete this Python function. Answer with the")
-    assert questions.prompt_of(free) == "Write a function f.\n\nAnswer with one ```python block."
+    (asked,) = questions.messages_of(whole)
+    assert asked["content"].startswith("Complete this Python function. Answer with the whole")
+    (asked,) = questions.messages_of(free)
+    assert asked["content"] == "Write a function f.\n\nAnswer with one ```python block."
+
+
+def test_without_a_chat_template_all_messages_are_read_as_text(tokenizer, silu_llama):
+    plain, checkpoint = copy.copy(tokenizer), open_checkpoint(silu_llama)
+    plain.chat_template = None
+    subject = Subject(checkpoint, plain, AutoModelForCausalLM.from_pretrained(silu_llama))
+    asked = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
+    assert subject.encoded(asked) == plain.encode("S\n\nhi")
+    assert replace(subject, tokenizer=tokenizer).encoded(asked) == tokenizer.encode(
+        "<|system|>S\n<|user|>hi\n<|assistant|>", add_special_tokens=False
+    )
 
 
 def scripted(monkeypatch, by_model: dict[str, list[str]]) -> None:

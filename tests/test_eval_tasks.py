@@ -24,6 +24,9 @@ SUM = {"prompt": "2 + 2?", "answer": "4", "match": "number"}
 CODE = {"prompt": "Write f.", "entry_point": "f", "tests": "assert f() == 1"}
 
 
+S, USER = {"role": "system", "content": "S"}, {"role": "user", "content": "Sky?"}
+
+
 @pytest.fixture(scope="module")
 def stock(relu_llama):
     return AutoModelForCausalLM.from_pretrained(relu_llama, dtype=torch.float32).eval()
@@ -196,8 +199,8 @@ def without(key: str) -> str:
         (json.dumps(SUM | {"answer": "no"}), "answer must hold a number, got 'no'"),
         (json.dumps(SUM | {"match": "regex", "answer": "("}), "must be a regular expression"),
         (json.dumps(SUM | {"match": "is"}), "match must be exact, number, contains or regex, got"),
-        (json.dumps({"answer": "4"}), "it has no 'prompt'"),
-        (json.dumps(CODE | {"prompt": " "}), "prompt must be a text, got ' '"),
+        (json.dumps({"answer": "4"}), "it has nothing in a column such as prompt, .*, only answer"),
+        (json.dumps(CODE | {"prompt": " "}), "it has no text of a user's that could be answered"),
         (json.dumps({"prompt": "f", "tests": "f()"}), "it has no 'entry_point'"),
         (json.dumps(CODE | {"entry_point": "f()"}), "entry_point must be the name of a function"),
         (json.dumps(CODE | {"entry_point": "a b"}), "entry_point must be the name of a function"),
@@ -249,6 +252,32 @@ def test_a_file_of_bad_questions_is_refused(tmp_path):
         ({"query": "Q", "choices": ["1", "0"], "gold": "1"}, Question("Q", ("1", "0"), 0)),
         ({"question": "3 + 4?", "answer": "So 7.\n#### 7"}, Asked("3 + 4?", "7", "number")),
         ({"question": "Sky?", "answer": "blue"}, Asked("Sky?", "blue", "exact")),
+        ({"question": "5?", "answer": "#### 5", "match": "exact"}, Asked("5?", "#### 5", "exact")),
+        (
+            {"instruction": "Add.", "input": "3, 4", "answer": 7},
+            Asked("Add.\n\n3, 4", "7", "number"),
+        ),
+        ({"problem": "3 + 4?", "solution": "So", "answer": "7"}, Asked("3 + 4?", "7", "exact")),
+        (
+            {"context": "t(a)", "question": "Sum?", "answer": "s"},
+            Asked("Sum?\n\nt(a)", "s", "exact"),
+        ),
+        ({"system": "S", "prompt": "Sky?", "answer": "b"}, Asked("Sky?", "b", "exact", "", (S,))),
+        ({"messages": [S, USER], "answer": "b"}, Asked("Sky?", "b", "exact", "", (S,))),
+        ({"prompt": [S, USER], "answer": "b"}, Asked("Sky?", "b", "exact", "", (S,))),
+        (
+            {"system_prompt": "S", "instruction": "Write f.", "entry_point": "f", "tests": "f()"},
+            Coded("Write f.", "f", "f()", None, "", (S,)),
+        ),
+        (
+            {"system": "S", "problem": "Q", "choices": ["a", "b"], "gold": 1},
+            Question("S\n\nQuestion: Q\nAnswer:", ("a", "b"), 1),
+        ),
+        (
+            {"system": "S", "query": "Q", "choices": ["a", "b"], "gold": 1},
+            Question("S\n\nQ", ("a", "b"), 1),
+        ),
+        ({"query": "", "choices": ["a", "b"], "gold": 1}, Question("", ("a", "b"), 1)),
         (
             {"text": "Write f.", "code": "def f(): return 1", "test_list": ["assert f() == 1"]},
             Coded(
@@ -283,6 +312,16 @@ def test_a_file_of_bad_questions_is_refused(tmp_path):
             Coded("def f():\n", "f", "def check(candidate): pass", "    return 1"),
         ),
         (
+            {"prompt": "import math", "query": "Write f.", "entry_point": "f", "test": "f()"}
+            | {"completion": "def f(): return 1", "response": "It is easy."},
+            Coded(
+                "Write f.\n\nBefore your code stands:\n\n```python\nimport math\n```",
+                "f",
+                "f()",
+                "def f(): return 1",
+            ),
+        ),
+        (
             {"prompt": "class S:\n", "entry_point": "S().f", "test": "def check(candidate): pass"},
             Coded("class S:\n", "S().f", "def check(candidate): pass"),
         ),
@@ -290,7 +329,7 @@ def test_a_file_of_bad_questions_is_refused(tmp_path):
 )
 def test_rows_of_the_hub_are_read(tmp_path, row, question):
     jsonl(tmp_path / "tasks" / "lines.jsonl", [row])
-    table = pyarrow.Table.from_pylist([row | {"match": None}])  # a column that others have
+    table = pyarrow.Table.from_pylist([{"match": None} | row])  # a column that others have
     for suffix in (".parquet", ".arrow"):
         write_table(tmp_path / "tasks" / f"a{suffix[1:]}{suffix}", table)
     tasks = read_tasks([str(tmp_path / "tasks")])

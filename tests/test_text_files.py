@@ -71,6 +71,9 @@ def test_a_file_that_is_one_array(tmp_path, content):
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+PROMPT, S = CHAT[:1], [{"role": "system", "content": "S"}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALLED = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 PARTS = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
 WRITTEN = "<|user|>hi\n<|assistant|>ho\n"
 
@@ -99,6 +102,13 @@ WRITTEN = "<|user|>hi\n<|assistant|>ho\n"
         ({"prompt": "hi", "chosen": CHAT, "rejected": CHAT[:1]}, WRITTEN),
         ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]}, WRITTEN),
         ({"chosen": CHAT, "rejected": CHAT}, WRITTEN),
+        ({"chosen": S + CHAT, "rejected": CHAT}, "<|system|>S\n" + WRITTEN),
+        ({"question": "hi", "context": "x", "answer": "ho"}, "<|user|>hi\n\nx\n<|assistant|>ho\n"),
+        (
+            {"messages": [CHAT[0], {"role": "model", "content": None}]},
+            "<|user|>hi\n<|assistant|>\n",
+        ),
+        ({"messages": [{"role": "developer", "content": "S"}, *CHAT]}, "<|system|>S\n" + WRITTEN),
         ({"prompt": "hi", "completion": CHAT[1:]}, WRITTEN),
         ({"question": "", "prompt": "hi", "answer": "ho"}, WRITTEN),
         ({"text": "as it is", "messages": CHAT}, "as it is"),
@@ -115,9 +125,6 @@ def test_rows_as_the_hub_has_them(tokenizer, tmp_path, row, text, kind):
     assert set(read_texts([str(path)], "text", tokenizer)) == {text}
 
 
-PROMPT, S = [CHAT[0]], [{"role": "system", "content": "S"}]
-
-
 @pytest.mark.parametrize(
     ("row", "messages"),
     [
@@ -131,11 +138,20 @@ PROMPT, S = [CHAT[0]], [{"role": "system", "content": "S"}]
         ({"query": "hi"}, PROMPT),
         ({"prompt": PROMPT}, PROMPT),
         ({"messages": PARTS[:1]}, PROMPT),
+        ({"chosen": CHAT, "rejected": CHAT}, PROMPT),
+        ({"chosen": S + CHAT, "rejected": S + CHAT}, S + PROMPT),
+        ({"chosen": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}, PROMPT),
+        ({"question": "hi", "context": "x"}, [{"role": "user", "content": "hi\n\nx"}]),
+        (
+            {"messages": [*PROMPT, {"role": "assistant", "tool_calls": [CALL]}, *PROMPT]},
+            [*PROMPT, {"role": "assistant", "tool_calls": [CALLED], "content": ""}, *PROMPT],
+        ),
         ({"messages": CHAT}, PROMPT),
         ({"messages": CHAT + PROMPT}, CHAT + PROMPT),
         ({"prompt": "hello", "messages": CHAT}, PROMPT),
         ({"conversations": [{"from": "human", "value": "hi"}]}, PROMPT),
         (CHAT, PROMPT),
+        ("hi", PROMPT),
     ],
     ids=str,
 )
@@ -184,7 +200,7 @@ def test_rows_without_a_prompt_are_left_out_and_counted(tmp_path, caplog):
     empty = [{"prompt": ""}, {"prompt": None}, {"prompt": " "}, {"text": "so"}, {"messages": []}]
     path.write_text("\n".join(map(json.dumps, [{"prompt": "hi"}, *empty, {"prompt": "ho"}])))
     assert [chat[-1]["content"] for chat in read_prompts(path)] == ["hi", "ho"]
-    said = f"5 of 7 rows of {path} are left out; the first: {path}:2 must have a prompt"
+    said = f"5 of 7 rows of {path} are left out; the first: {path}:2 has nothing in a column such"
     assert said in caplog.text
 
 

@@ -349,9 +349,9 @@ def test_a_sparse_model_answers(relu_llama, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"text": "a"}, "p.jsonl:1 must have a prompt, an instruction, a question or messages"),
+        ({"text": "a"}, "p.jsonl:1 has nothing in a column such as prompt, .*, only text"),
         ({"prompt": "  "}, "p.jsonl:1 has no text of a user's that could be answered"),
-        ({"messages": [{"role": "user"}]}, "p.jsonl:1 has no text of a user's"),
+        ({"messages": [{"role": "user"}]}, "p.jsonl:1: a message must hold text, and nothing else"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "p.jsonl:1 has no text of a user"),
         ({"instruction": "a", "input": 7}, "p.jsonl:1: a question and its answer must be texts"),
         (7, "p.jsonl:1 is 7: each row must be an object"),

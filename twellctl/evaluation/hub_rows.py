@@ -1,27 +1,32 @@
 """Lines of task sets as the hub has them, in the form of `questions`. No torch.
 
-HumanEval, HumanEval+ and LeetCode have `test`; MBPP and MBPP+ `code` and `test_list`; GSM8K a
-question and an answer that ends in `#### 7`; ARC and MMLU choices and the letter or number of one.
+HumanEval, HumanEval+ and LeetCode have `test`; MBPP and MBPP+ `code` and `test_list`; GSM8K an
+answer that ends in `#### 7`; ARC and MMLU choices and the letter or number of one.
 """
 
 import ast
+from contextlib import suppress
 from typing import Any
+
+from twellctl.errors import LeftOut
+from twellctl.text.rows import row_prompt, system_in
 
 _LETTERS = "ABCDEFGHIJ"
 _TESTS = "{}\nYour code should pass these tests:\n\n{}"
+_BEFORE = "{}\n\nBefore your code stands:\n\n```python\n{}\n```"
 _ASK = "Question: {}\nAnswer:"
 
 
-def as_task_row(row: dict[str, Any]) -> dict[str, Any]:
+def as_task_row(row: dict[str, Any], where: str) -> dict[str, Any]:
     """`row` itself, or what a row of the hub asks, with the keys that `questions` reads."""
     if "choices" in row:
-        return _with_gold(_as_choices(row))
+        return _with_gold(_as_choices(row, where))
     lists = row.get("test_list"), row.get("test_imports", [])
     if "tests" not in row and all(isinstance(part, list) for part in lists) and "code" in row:
         return _from_mbpp(row)
     if "tests" not in row and isinstance(row.get("test"), str):
-        return row | {"tests": row["test"]}
-    if "prompt" not in row and isinstance(row.get("question"), str) and "answer" in row:
+        return _from_human_eval(row)
+    if "answer" in row and "match" not in row:
         return _from_gsm8k(row)
     return row
 
@@ -41,8 +46,8 @@ def _from_mbpp(row: dict[str, Any]) -> dict[str, Any]:
     if isinstance(text, str):
         made["prompt"] = _TESTS.format(text.strip(), shown)
     if name := _function_called(shown, str(row["code"])):
-        made["entry_point"] = name
-    return made | {key: row[key] for key in ("entry_point", "code") if key in row}
+        made["entry_point"] = row.get("entry_point", name)
+    return row | made
 
 
 def _function_called(tests: str, code: str) -> str | None:
@@ -57,28 +62,43 @@ def _function_called(tests: str, code: str) -> str | None:
     return names[0] if names else None
 
 
-def _from_gsm8k(row: dict[str, Any]) -> dict[str, Any]:
-    made = row | {"prompt": row["question"]}
-    _, hashes, result = str(row["answer"]).rpartition("####")
-    if hashes and result.strip():
-        made |= {"answer": result.strip(), "match": "number"}
+def _from_human_eval(row: dict[str, Any]) -> dict[str, Any]:
+    """LeetCode's `query` is what is asked, and its `prompt` the imports before the answer."""
+    query, given = row.get("query"), row.get("prompt")
+    made = row | {"tests": row["test"]}
+    if isinstance(query, str) and isinstance(given, str):
+        made["prompt"] = _BEFORE.format(query.strip(), given.strip())
+        made.setdefault("solution", row.get("completion"))
     return made
 
 
-def _as_choices(row: dict[str, Any]) -> dict[str, Any]:
+def _from_gsm8k(row: dict[str, Any]) -> dict[str, Any]:
+    _, hashes, result = str(row["answer"]).rpartition("####")
+    found = {"answer": result.strip(), "match": "number"}
+    return row | found if hashes and result.strip() else row
+
+
+def _as_choices(row: dict[str, Any], where: str) -> dict[str, Any]:
     """ARC's choices are two lists, of texts and of their labels; MMLU's answer is a number."""
-    choices = row["choices"]
-    made = {"query": row["query"]} if "query" in row else {}
-    if "query" not in row and isinstance(row.get("question"), str):
-        made["query"] = _ASK.format(row["question"])
+    made, choices = row | _query(row, where), row["choices"]
     by_name = choices if isinstance(choices, dict) else {}
     texts, labels = by_name.get("text"), by_name.get("label")
     if isinstance(texts, list) and isinstance(labels, list):
-        gold = labels.index(row["answerKey"]) if row.get("answerKey") in labels else None
-        return made | {"choices": texts} | ({} if gold is None else {"gold": gold})
+        key = row.get("answerKey")
+        return made | {"choices": texts} | ({"gold": labels.index(key)} if key in labels else {})
     if "query" not in row and "gold" not in row and "answer" in row:
-        return made | {"choices": choices, "gold": row["answer"]}
-    return row
+        made["gold"] = made.pop("answer")
+    return made
+
+
+def _query(row: dict[str, Any], where: str) -> dict[str, str]:
+    """What stands before the choices, if it is a text: messages before it, and the question."""
+    if isinstance(row.get("query"), str):
+        return {"query": "\n\n".join(filter(None, [system_in(row), row["query"]]))}
+    with suppress(LeftOut):
+        *before, asked = (message["content"] for message in row_prompt(row, where))
+        return {"query": "\n\n".join([*before, _ASK.format(asked)])}
+    return {}
 
 
 def _with_gold(row: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,9 @@
     {"prompt": "What is 6 times 7?", "answer": "42", "match": "number"}
     {"prompt": "Write f ...", "entry_point": "f", "tests": "assert f(1) == 2"}
 
-A file (jsonl, a JSON array, parquet or Arrow) is a task of one kind; a folder holds several. `gold`
-is the place of the right choice, from 0. `match` says when what a model writes is the `answer`
+A file (jsonl, a JSON array, parquet or Arrow) is a task of one kind; a folder holds several. What
+is asked stands in any column that `--prompts` reads, with the messages before it. `gold` is the
+place of the right choice, from 0. `match` says when what a model writes is the `answer`
 (`MATCHES`). `tests` are Python that raises if the code that a model writes, the function
 `entry_point`, is wrong. Rows of the hub's sets are read as they are (hub_rows.py).
 """
@@ -27,7 +28,9 @@ from twellctl.evaluation.settings import Progress
 from twellctl.evaluation.written import answer_number
 from twellctl.files.home import from_home
 from twellctl.text.files import OF_ROWS, checked, kind_of, read_rows
+from twellctl.text.rows import row_prompt
 from twellctl.text.thinking import final_answer
+from twellctl.text.tokens import Message, Messages
 
 logger = logging.getLogger(__name__)
 PATTERN_SECONDS = 1.0  # that a pattern may take on an answer
@@ -51,19 +54,23 @@ class Question:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked, the answer, and how the two are compared."""
+    """What is asked, the answer, and how the two are compared.
+
+    `before`: messages that come before the prompt, such as a system message.
+    """
 
     prompt: str
     answer: str
     match: str
     where: str = field(default="", compare=False)
+    before: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
 class Coded:
     """Code that is asked for, and tests of the function `entry_point`.
 
-    `solution` is a reference solution, if the file has one.
+    `solution` is a reference solution, if the file has one. `before` as in `Asked`.
     """
 
     prompt: str
@@ -71,6 +78,7 @@ class Coded:
     tests: str
     solution: str | None = None
     where: str = field(default="", compare=False)
+    before: tuple[Message, ...] = ()
 
 
 InOwnWords: TypeAlias = Asked | Coded
@@ -158,15 +166,17 @@ def _read_task(file: Path, limit: int | None) -> Task[AnyQuestion]:
 def _question(found: tuple[str, Any]) -> AnyQuestion:
     where, row = found[0], checked(found[1])
     if isinstance(row, dict):  # each row of a table has all columns
-        row = as_task_row({key: value for key, value in row.items() if value is not None})
+        row = as_task_row({key: value for key, value in row.items() if value is not None}, where)
     if (wrong := _what_is_wrong(row)) is not None:
         raise LeftOut(f"{where}: {wrong}: {_REMEDY}")
     if "choices" in row:
         return Question(row["query"], tuple(row["choices"]), row["gold"], where)
+    *before, asked = row_prompt(row, where)
+    others = where, tuple(before)
     if "answer" in row:
-        return Asked(row["prompt"], str(row["answer"]), _match_of(row), where)
-    code = row["prompt"], row["entry_point"], row["tests"]
-    return Coded(*code, solution=solution_in(row), where=where)
+        return Asked(asked["content"], str(row["answer"]), _match_of(row), *others)
+    code = asked["content"], row["entry_point"], row["tests"]
+    return Coded(*code, solution_in(row), *others)
 
 
 def _what_is_wrong(row: Any) -> str | None:
@@ -214,16 +224,18 @@ def _wrong_answer(row: dict) -> str | None:
             regex.compile(str(answer))
         except regex.error as error:
             return f"answer must be a regular expression, got {shown(answer)} ({reason(error)})"
-    return _no_text(row, "prompt", "answer")
+    return _wrong_prompt(row, "answer")
 
 
 def _wrong_tests(row: dict) -> str | None:
-    missing = (_no_text(row, key, "tests") for key in ("prompt", "entry_point", "tests"))
-    if (wrong := next(filter(None, missing), None)) is not None:
-        return wrong
+    for key in ("entry_point", "tests"):
+        if key not in row:
+            return f"it has no {shown(key)}, as in {_EXAMPLES['tests']}"
+        if not isinstance(row[key], str) or not row[key].strip():
+            return f"{key} must be a text, got {shown(row[key])}"
     if not _is_function(row["entry_point"]):
         return f"entry_point must be the name of a function, got {shown(row['entry_point'])}"
-    return None
+    return _wrong_prompt(row, "tests")
 
 
 def _is_function(entry_point: str) -> bool:
@@ -238,12 +250,12 @@ def _is_function(entry_point: str) -> bool:
     return isinstance(owner.func if isinstance(owner, ast.Call) else owner, ast.Name)
 
 
-def _no_text(row: dict, key: str, kind: str) -> str | None:
-    """Why `row`, of a `kind`, has no text as `key`; None if it has."""
-    if key not in row:
-        return f"it has no {shown(key)}, as in {_EXAMPLES[kind]}"
-    if not isinstance(row[key], str) or not row[key].strip():
-        return f"{key} must be a text, got {shown(row[key])}"
+def _wrong_prompt(row: dict, kind: str) -> str | None:
+    """Why `row`, of a `kind`, asks nothing; None if it does."""
+    try:
+        row_prompt(row, "it")
+    except LeftOut as error:
+        return f"{error}, as in {_EXAMPLES[kind]}"
     return None
 
 
@@ -259,8 +271,13 @@ _WHOLE = (
 _BLOCK_PLEASE = "{}\n\nAnswer with one ```python block."
 
 
-def prompt_of(question: InOwnWords) -> str:
-    """What the model is asked. A prompt that begins the function wants all of it."""
+def messages_of(question: InOwnWords) -> Messages:
+    """What the model is asked."""
+    return [*question.before, {"role": "user", "content": _prompt_of(question)}]
+
+
+def _prompt_of(question: InOwnWords) -> str:
+    """A prompt that begins the function wants all of it."""
     if isinstance(question, Asked):
         return question.prompt
     if programs.begins(question.prompt, question.entry_point):

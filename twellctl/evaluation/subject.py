@@ -103,7 +103,9 @@ class Subject(Opened):
     model: PreTrainedModel
 
     def encoded(self, prompt: str | Messages) -> list[int]:
-        """The tokens of a prompt in the chat template."""
+        """The tokens of a prompt in the chat template; of texts alone where there is none."""
+        if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
+            prompt = "\n\n".join(message["content"] for message in prompt)
         tokens = encode_prompt(self.tokenizer, prompt)
         if not tokens:
             raise LeftOut("the chat template makes no token of it: correct the template")
@@ -130,7 +132,7 @@ class Subject(Opened):
     ) -> Wrote:
         """Its answers to the questions of `tasks`, in its own words."""
         name = self.checkpoint.name
-        asked = [questions.prompt_of(question) for task in tasks for question in task.questions]
+        asked = [questions.messages_of(question) for task in tasks for question in task.questions]
         prompts = self.all_encoded(asked, "questions, which count as wrong,")
         if not prompts:
             return Wrote(name, [], [])

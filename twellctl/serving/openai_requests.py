@@ -4,8 +4,6 @@ What this server does not do is refused with 400 and the parameter's name, unles
 nothing. No HTTP, no torch.
 """
 
-import json
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +22,13 @@ from twellctl.serving.request_fields import (
     whole,
 )
 from twellctl.serving.tools import CHOICE, PARALLEL, TOOLS, Calling, parse_tools
+from twellctl.text.messages import ROLES, TEXTS, with_object
 from twellctl.text.tokens import Messages
 
 MAX_CHOICES = 128
 MAX_COMPLETION_LOGPROBS = 5
 MAX_STOPS, MAX_STOP = 64, 1000  # texts, characters of one
 MAX_BIASES = 1024
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-ROLES |= {"tool": "tool", "function": "tool"}
 
 _COMMON = {"model", "n", "seed", "stop", "stream", "stream_options", "temperature", "logit_bias"}
 _COMMON |= {"max_tokens", "max_completion_tokens", "min_p", "top_k", "top_p", "twell_densities"}
@@ -71,7 +68,6 @@ _PASSED_ON = {"name", "reasoning_content", "tool_call_id", "tool_calls"}
 _LABELS_OF_MESSAGES = {"annotations", "cache_control", "id", "parsed"}
 _LABELS_OF_CALLS = {"id", "index", "type"}
 _LABELS_OF_PARTS = {"annotations", "cache_control", "id", "logprobs"}
-TEXTS = ("text", "input_text", "output_text")  # kinds of parts
 _OURS = {"messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message"}
 # what generation_config.json may say, and OpenAI's values
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -281,9 +277,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """With arguments as objects, which templates write, and not as the text of one."""
-    made = []
-    for place, call in enumerate(calls if isinstance(calls, list) else [calls]):
+    calls = calls if isinstance(calls, list) else [calls]
+    for place, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise invalid(where, "must be a list of calls of functions", calls)
@@ -291,12 +286,7 @@ def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
         inner = f"{where}[{place}].function"
         refuse_keys(inner, function, {"name", "arguments", "parsed_arguments"})
         check_text(f"{inner}.name", function.get("name"))
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
-        made.append(call | {"function": function | {"arguments": arguments}})
-    return made
+    return list(map(with_object, calls))
 
 
 def _content(message: dict[str, Any], where: str) -> str:
