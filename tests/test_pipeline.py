@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import typer
 from edits import weights_in
 from typer.main import get_command
 
 from twellctl.cli.app import app
-from twellctl.cli.pipeline import _flags, _words
+from twellctl.cli.pipeline import _flags, _Pipeline, _words
 from twellctl.errors import TwellError
 from twellctl.evaluation.results import Evaluation
 from twellctl.models.verdict import Verdict
@@ -206,6 +207,33 @@ def test_measures_are_taken_on_answers_that_no_model_was_made_from(tmp_path):
     (tmp_path / "one.jsonl").write_text(whole.split("\n")[0] + "\n")
     with pytest.raises(TwellError, match=r"holds answers to one prompt, .*: give two or more"):
         hold_out(tmp_path / "one.jsonl", tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("fitted", "measured", "said"),
+    [
+        ({"data": "fitted.jsonl"}, {"data": "fitted.jsonl"}, ["fitted.jsonl"]),
+        ({"data": ["fitted.jsonl"]}, {"data": ["other.jsonl", "code=copy.jsonl"]}, ["copy.jsonl"]),
+        ({"data": "folder"}, {"data": "fitted.jsonl"}, ["fitted.jsonl"]),
+        ({"data": "fitted.jsonl"}, {"data": "folder"}, ["folder/in.jsonl"]),
+        ({}, {"prompts": "asked.jsonl"}, ["asked.jsonl"]),
+        ({"data": "fitted.jsonl"}, {"prompts": "asked.jsonl"}, []),
+        ({"data": "fitted.jsonl"}, {"data": "other.jsonl"}, []),
+        ({}, {}, []),
+    ],
+)
+def test_figures_on_fitted_text_are_named(tmp_path, monkeypatch, capfd, fitted, measured, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("fitted", "copy", "folder/in", "other", "asked", "held-out", "answers"):
+        alike = name in ("fitted", "copy", "folder/in")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "x" if alike else name}))
+    steps = {"write": {"prompts": "asked.jsonl"}, "convert": fitted, "eval": measured}
+    _Pipeline(typer.Context(get_command(app)), "m", Path("."), steps)._note_fitted_text()
+    made_from = [
+        f"eval: the model was made from {name}, so figures on it are too kind" for name in said
+    ]
+    assert capfd.readouterr().err.splitlines() == made_from
 
 
 def test_a_run_that_would_go_on_by_other_settings_is_refused(pipe, tmp_path):

@@ -26,7 +26,7 @@ import typer
 
 from twellctl.errors import TwellError, UsageError, encodable, shown
 from twellctl.files.home import from_home
-from twellctl.files.made_of import RECORD, as_json, digest_of, refuse_other
+from twellctl.files.made_of import RECORD, as_json, contents_of, digest_of, refuse_other
 from twellctl.files.outputs import write_file
 from twellctl.files.strict_json import read_json
 from twellctl.models.carried import model_files
@@ -159,6 +159,8 @@ class _Pipeline:
         self._save(name, begun)
         if name == "write":
             (self._out / _HELD_OUT).unlink(missing_ok=True)
+        if name == "eval":
+            self._note_fitted_text()
         with self._commands[name].make_context(name, words, parent=self._root) as step:
             self._commands[name].invoke(step)
         if name == "write":
@@ -185,9 +187,7 @@ class _Pipeline:
 
     def _files(self, name: str) -> dict[str, Any]:
         """Digests of all that a step reads, by the flags that name it; else what these name."""
-        words, settings = _words(name, self._model, self._out, self._steps)
-        if "recipe" in settings:  # which may name files, too
-            settings = settings_of(resolve_recipe(settings["recipe"])) | settings
+        words, settings = self._given(name)
         found: dict[str, Any] = {"model": _model_digest(words[0], settings.get("revision"))}
         for flag, value in settings.items():
             if flag in _MODELS:
@@ -195,6 +195,31 @@ class _Pipeline:
             elif flag in _FILES:
                 found[flag] = [_file_digest(one) for one in _each(value)]
         return found
+
+    def _given(self, name: str) -> tuple[list[str], Settings]:
+        """As `_words`, with what a recipe says, which may name files, too."""
+        words, settings = _words(name, self._model, self._out, self._steps)
+        if "recipe" in settings:
+            settings = settings_of(resolve_recipe(settings["recipe"])) | settings
+        return words, settings
+
+    def _note_fitted_text(self) -> None:
+        """Note what eval reads that the model was made from, whatever its name."""
+        made_from = [one for one in _before("eval", self._steps) if one in ("convert", "finetune")]
+        read = [path for one in made_from for path in _each(self._given(one)[1].get("data"))]
+        if str(self._out / _MADE["write"]) in read:  # the answers to these prompts
+            made_from.append("write")
+        fitted = {one for name in made_from for one in self._contents(name)}
+        for content, path in self._contents("eval").items():
+            if content in fitted:
+                ui.note(f"eval: the model was made from {path}, so figures on it are too kind")
+
+    def _contents(self, name: str) -> dict[str, Path]:
+        """The files of text and prompts that a step reads, by digests of what they hold."""
+        settings = self._given(name)[1]
+        named = [one for flag in ("data", "prompts") for one in _each(settings.get(flag, []))]
+        files = text_files([_path(one) for one in named])
+        return dict(zip(contents_of(files), files, strict=True))
 
 
 def _model_digest(model: str, revision: str | None = None) -> str:
@@ -205,12 +230,17 @@ def _model_digest(model: str, revision: str | None = None) -> str:
 
 def _file_digest(name: str) -> str:
     """Of a file, or the files of a folder; the name of a recipe itself."""
-    from twellctl.firing.grouping import kind_and_path  # brings torch
-
-    path = from_home(kind_and_path(name)[1])
+    path = from_home(_path(name))
     if not path.exists():
         return name
     return digest_of(text_files([str(path)]) if path.is_dir() else [path])
+
+
+def _path(name: str) -> str:
+    """FILE of FILE and of NAME=FILE."""
+    from twellctl.firing.grouping import kind_and_path  # brings torch
+
+    return kind_and_path(name)[1]
 
 
 def _digest(made: Path) -> str:
