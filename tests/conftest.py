@@ -2,9 +2,10 @@
 
 In the environment: TWELL_TEST_KILLS, how often each command is killed at a random moment (else 1);
 TWELL_TEST_EVERY_CASE, set: also what is like another, or takes long, such as kernels at all sizes,
-as they ship and with every mistake, and the whole of quickstart; TWELL_TEST_BUILDS, a folder that
-keeps what is compiled for the next session of this machine; TWELL_TEST_MODEL, the folder of a real
-pretrained SiLU model, without which some tests are skipped.
+as they ship and with every mistake, and the whole of quickstart; TWELL_TEST_ANSWERS, how many
+random answers are judged (else 400); TWELL_TEST_BUILDS, a folder that keeps what is compiled for
+the next session of this machine; TWELL_TEST_MODEL, the folder of a real pretrained SiLU model,
+without which some tests are skipped.
 
 What takes long to import is imported where it is used: the process that only deals tests out to
 others (`pytest -n`) has no need of it.

@@ -34,6 +34,27 @@ def test_one_sequence(length):
     assert_nothing_is_held(scheduler)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "new", "is_broken", "has_ended"),
+    [
+        ([], [], False, False),
+        ([5, 6], [5, 6], False, False),
+        ([5, 6, 7], [5, 6, 7], False, True),
+        ([5, 6, 7, 8], [5, 6, 7], False, True),
+        ([5, 6, 7, NO_TOKEN], [5, 6, 7], False, True),
+        ([5, 6, 9, 8], [5, 6, 9], False, True),
+        ([9, 5], [9], False, True),
+        ([5, NO_TOKEN, 6], [5], True, False),
+    ],
+)
+def test_of_what_is_chosen_a_sequence_takes_what_belongs_to_it(chosen, new, is_broken, has_ended):
+    """Up to 3 tokens, or the one that ends it, 9."""
+    sequence, ends = Sequence([1, 2], Sampling(3, 0)), frozenset({9})
+    assert sequence.take(chosen, ends) == (new, is_broken)
+    assert sequence.tokens == [1, 2, *new]
+    assert sequence.has_ended(ends) == has_ended
+
+
 def test_what_has_ended_takes_no_place():
     """Who was told of an end may come again at once, and finds room."""
     scheduler = scheduler_of()
