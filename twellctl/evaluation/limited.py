@@ -1,9 +1,10 @@
 """Programs that a model wrote, each run in a process that can do little. No torch.
 
-A program computes for some seconds, in some memory. It starts no other process, sends no signal,
-opens no socket and writes files in its own folder alone, which goes with it. `within.py` sets these
-limits, in the process itself; Linux has what it takes (seccomp; Landlock for what may be read). A
-judge that is killed takes its programs along; their folders go when programs are run again.
+A program computes for some seconds, however long that takes where others compute, too, and in some
+memory. It starts no other process, sends no signal, opens no socket and writes files in its own
+folder alone, which goes with it. `within.py` sets these limits, in the process itself; Linux has
+what it takes (seccomp; Landlock for what may be read). A judge that is killed takes its programs
+along; their folders go when programs are run again.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ from typing import BinaryIO
 from twellctl.errors import bounded, printable
 from twellctl.evaluation.settings import Progress
 
-SECONDS = 15.0  # of a program, by the clock
+SECONDS = 15.0  # of a processor, for one program
+PATIENCE = 4  # times as long by the clock, for programs that wait, and where others compute, too
 MEMORY = 4 << 30  # bytes
 FOLDER_BYTES = 64 << 20  # of its folder; of a file a quarter
 THREADS = 500
@@ -173,18 +175,28 @@ def _watch(
     process: subprocess.Popen, folder: Path, seconds: float, stopped: threading.Event
 ) -> str | None:
     """Wait for its end. Returns why it must be ended, or None if it ended by itself."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + PATIENCE * seconds
     while time.monotonic() < until:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_LOOKS)
             return None
+        if _seconds_of(process.pid) > seconds:
+            return f"it computed for more than {seconds:g} s"
         if _bytes_of(folder) > FOLDER_BYTES:
             return f"it wrote more than {FOLDER_BYTES >> 20} MiB"
         if _num_threads(process.pid) > THREADS:
             return f"it ran more than {THREADS} threads"
         if stopped.is_set():
             return "its judge was ended"
-    return f"it ran for more than {seconds:g} s"
+    return f"it ran for more than {PATIENCE * seconds:g} s"
+
+
+def _seconds_of(process: int) -> float:
+    """What all its threads have computed so far."""
+    with contextlib.suppress(OSError):  # it is gone by now
+        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def _bytes_of(folder: Path) -> int:

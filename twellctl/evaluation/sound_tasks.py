@@ -22,7 +22,6 @@ from twellctl.evaluation.questions import (
 from twellctl.evaluation.settings import Doing, Progress
 
 _NAMED = 5  # places that a note names
-_PATIENCE = 4  # times the time of an answer: a busy machine leaves out no question
 _HARD = ("a" * 60 + "!", "1" * 60 + "!", "word " * 30 + "!")  # for patterns that try all splits
 
 
@@ -79,7 +78,7 @@ def _faults_of_tests(questions: dict[int, Coded], progress: Progress) -> dict[in
     solved = {i: q.solution for i, q in questions.items() if q.solution is not None}
     sources = [programs.stub(q.prompt, q.entry_point, q.tests) for q in questions.values()]
     sources += [program(questions[i], f"```python\n{code}\n```") for i, code in solved.items()]
-    outcomes = limited.run_all(sources, progress, _PATIENCE * limited.SECONDS)
+    outcomes = limited.run_all(sources, progress)
     of_stubs = zip(questions, outcomes[: len(questions)], strict=True)
     faults = {i: "a function that returns None passes" for i, done in of_stubs if done.passed}
     of_solutions = zip(solved, outcomes[len(questions) :], strict=True)
