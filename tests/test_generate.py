@@ -370,6 +370,15 @@ def test_a_model_without_a_template_is_refused(loaded, monkeypatch):
         Chat(loaded)
 
 
+def test_chat_needs_a_template_before_weights_are_loaded(cli, silu_llama, tmp_path, monkeypatch):
+    model = shutil.copytree(silu_llama, tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    monkeypatch.setattr("twellctl.models.loading.load_model", None)
+    code, _, err = cli("chat", model)
+    assert code == 1
+    assert err[-1].startswith(f"error: {model} has no chat template: give one with")
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_chat(started, relu_llama):
     """On a terminal: in an answer, and where a line is awaited."""
     terminal, theirs = pty.openpty()

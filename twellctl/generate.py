@@ -234,9 +234,11 @@ def load(
     chat_template: str | Path | None = None,
     gates: str = WHOLE,
     note: Callable[[str], None] = lambda text: None,
+    for_chat: bool = False,
 ) -> Loaded:
     """Load `model` (a folder, an export or a hub id). Raises `TwellError`.
 
+    `for_chat`: a model without a chat template is refused before its weights are loaded.
     `gates` "screened": a 4-bit copy of W_gate, made now, selects the rows that a step of one
     sequence reads, if one kernel can run the step and is faster.
     """
@@ -248,12 +250,23 @@ def load(
     from twellctl.models.loading import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint, chat_template)
+    if for_chat:
+        _require_template(checkpoint, tokenizer)
     scheduler = open_scheduler(
         load_model(checkpoint), [tokenizer.eos_token_id], max_running=1, gates=gates
     )
     checkpoint.beware_of_noise(note)
     checkpoint.say_if_dense(note)
     return Loaded(checkpoint, tokenizer, scheduler)
+
+
+def _require_template(checkpoint: Checkpoint, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """`TwellError` if `tokenizer` has no chat template."""
+    if tokenizer.chat_template is None:
+        raise TwellError(
+            f"{checkpoint.name} has no chat template: give one with --chat-template, or use "
+            "twellctl generate"
+        )
 
 
 def _check_text(prompt: str | Messages) -> None:
@@ -281,11 +294,7 @@ class Chat:
     figures: Figures | None = None
 
     def __init__(self, model: Loaded, system: str = "", **how: Any):
-        if model.tokenizer.chat_template is None:
-            raise TwellError(
-                f"{model.checkpoint.name} has no chat template: give one with --chat-template, or "
-                "use twellctl generate"
-            )
+        _require_template(model.checkpoint, model.tokenizer)
         self._model, self._how = model, how
         self.begin(system)
 

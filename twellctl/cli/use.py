@@ -146,7 +146,7 @@ def chat(
     ui.doing(f"loading {model}")
     from twellctl.generate import load
 
-    loaded = load(model, chat_template=chat_template, gates=gates, note=ui.note)
+    loaded = load(model, chat_template=chat_template, gates=gates, note=ui.note, for_chat=True)
     how = vars(Answering(**flags)) | {"chat_template_kwargs": chat_template_kwargs}
     _converse(Chat(loaded, system, **how))
 
