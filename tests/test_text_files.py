@@ -225,6 +225,8 @@ def test_rows_that_are_no_objects(tmp_path, tokenizer, content, column, expected
         return
     with pytest.raises(TwellError, match=re.escape(expected)):
         list(read_texts([str(path)], column, tokenizer))
+    with pytest.raises(TwellError, match=re.escape(expected)):
+        read_prompts(path)
 
 
 def test_pairs_without_a_template_are_plain_text(tmp_path):

@@ -53,7 +53,8 @@ def row_text(row: Any, text_column: str, tokenizer: Any, where: str) -> str:
     question, answer = _first(row, QUESTIONS), _first(row, ANSWERS)
     if question and answer:
         return _pair(row, question, answer, tokenizer, where)
-    raise LeftOut(_why_none(row, text_column, where))
+    wanted = f"no text in {shown(text_column)}, only {some(row)}: see --text-column"
+    raise LeftOut(f"{where} {_ids_in(row) or 'has ' + wanted}")
 
 
 def row_prompt(row: Any, where: str) -> Messages:
@@ -66,10 +67,8 @@ def row_prompt(row: Any, where: str) -> Messages:
     if turns is None and (question := _first(row, QUESTIONS)):
         turns = _asked(row, question, where)
     if turns is None:
-        raise LeftOut(
-            f"{where} has nothing in a column such as prompt, instruction, question or messages, "
-            f"only {some(row) or 'none'}"
-        )
+        wanted = f"prompt, instruction, question or messages, only {some(row) or 'none'}"
+        raise LeftOut(f"{where} {_ids_in(row) or 'has nothing in a column such as ' + wanted}")
     messages = _messages(row, turns, where)
     while messages and messages[-1]["role"] != "user":
         messages.pop()
@@ -120,10 +119,10 @@ def _is_chat(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
 
 
-def _why_none(row: dict[str, Any], text_column: str, where: str) -> str:
-    if ids := _first(row, IDS):
-        return f"{where} holds token ids ({ids}), which are not read: give text"
-    return f"{where} has no text in {shown(text_column)}, only {some(row)}: see --text-column"
+def _ids_in(row: dict[str, Any]) -> str | None:
+    """What is wrong with a row of token ids; None for others."""
+    ids = _first(row, IDS)
+    return ids and f"holds token ids ({ids}), which are not read: give text"
 
 
 def _pair(row: dict[str, Any], question: str, answer: str, tokenizer: Any, where: str) -> str:
