@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from twellctl.errors import bounded, printable
 from twellctl.evaluation.settings import Progress
@@ -31,12 +30,12 @@ from twellctl.evaluation.settings import Progress
 SECONDS = 15.0  # of a processor, for one program
 PATIENCE = 4  # times as long by the clock, for programs that wait, and where others compute, too
 MEMORY = 4 << 30  # bytes
-FOLDER_BYTES = 64 << 20  # of its folder; of a file a quarter
+FOLDER_BYTES = 64 << 20  # of its folder, of a file a quarter; and of stderr
 THREADS = 500
 _LOOKS = 0.05  # seconds between two looks at it
 _PREFIX = "twellctl-run-"  # of folders
 _NEVER = threading.Event()
-_SAID = 4096  # bytes of what it said last that are read
+_READ, _KEPT = 1 << 16, 4096  # bytes of what it says: at a time, and the last ones
 _AT_ONCE = 16
 _WITHIN = Path(__file__).with_name("within.py")
 
@@ -96,18 +95,23 @@ def run_all(
 def run(program: str, seconds: float = SECONDS, stopped: threading.Event = _NEVER) -> Outcome:
     """Run one program in its own folder, until `stopped` at most. Both are gone afterwards."""
     token = secrets.token_hex(8)  # by which a program is known that came to its end
-    with _own_folder() as folder, tempfile.TemporaryFile() as said, _pipe() as (reading, writing):
+    said = _Said()
+    with _own_folder() as folder, _pipe() as (listening, told), _pipe() as (reading, writing):
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
-        process = _started(folder, token, said, writing, seconds)
+        process = _started(folder, token, told, writing, seconds)
+        listener = threading.Thread(target=said.read, args=[listening])
+        listener.start()
+        told.close()
         writing.close()
         try:
-            ended = _watch(process, folder, seconds, stopped)
+            ended = _watch(process, folder, said, seconds, stopped)
         finally:
             process.kill()
             process.wait()
+            listener.join()
         guarded, _, rest = reading.read(100).decode(errors="replace").partition("\n")
         passed = not ended and rest == token
-        why = "" if passed else ended or _last_line(said) or "it ended by itself"
+        why = "" if passed else ended or said.last_line() or "it ended by itself"
         return Outcome(passed, why, guarded or None)
 
 
@@ -151,7 +155,7 @@ def _pipe() -> Iterator[tuple[FileIO, FileIO]]:
 
 
 def _started(
-    folder: Path, token: str, said: BinaryIO, writing: FileIO, seconds: float
+    folder: Path, token: str, told: FileIO, writing: FileIO, seconds: float
 ) -> subprocess.Popen:
     """The process of the program in `folder`, which reads `token` before the program begins."""
     given = [os.getpid(), writing.fileno(), round(seconds), FOLDER_BYTES // 4, MEMORY]
@@ -164,7 +168,7 @@ def _started(
             cwd=folder,
             stdin=stdin,
             stdout=subprocess.DEVNULL,
-            stderr=said,
+            stderr=told,
             env=plain | {"OPENBLAS_NUM_THREADS": "1"},
             pass_fds=[writing.fileno()],
             start_new_session=True,
@@ -172,7 +176,11 @@ def _started(
 
 
 def _watch(
-    process: subprocess.Popen, folder: Path, seconds: float, stopped: threading.Event
+    process: subprocess.Popen,
+    folder: Path,
+    said: "_Said",
+    seconds: float,
+    stopped: threading.Event,
 ) -> str | None:
     """Wait for its end. Returns why it must be ended, or None if it ended by itself."""
     until = time.monotonic() + PATIENCE * seconds
@@ -182,7 +190,7 @@ def _watch(
             return None
         if _seconds_of(process.pid) > seconds:
             return f"it computed for more than {seconds:g} s"
-        if _bytes_of(folder) > FOLDER_BYTES:
+        if max(_bytes_of(folder), said.size) > FOLDER_BYTES:
             return f"it wrote more than {FOLDER_BYTES >> 20} MiB"
         if _num_threads(process.pid) > THREADS:
             return f"it ran more than {THREADS} threads"
@@ -215,7 +223,18 @@ def _num_threads(process: int) -> int:
         return 0
 
 
-def _last_line(said: BinaryIO) -> str:
-    said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID))
-    lines = said.read().decode(errors="replace").strip().splitlines()
-    return bounded(printable(lines[-1]), 200) if lines else ""
+class _Said:
+    """What a program writes to stderr, of any length: its `size`, and the last of it."""
+
+    def __init__(self) -> None:
+        self.size, self._last = 0, b""
+
+    def read(self, pipe: FileIO) -> None:
+        """Read all that comes."""
+        while some := pipe.read(_READ):
+            self.size += len(some)
+            self._last = (self._last + some)[-_KEPT:]
+
+    def last_line(self) -> str:
+        lines = self._last.decode(errors="replace").strip().splitlines()
+        return bounded(printable(lines[-1]), 200) if lines else ""
