@@ -129,7 +129,7 @@ def test_a_threshold_moves_each_gate_by_what_its_neuron_is_worth(threshold):
     ffn = drawn_ffn()
     text = drawn_text(ffn)
     made, fired = fit_layer(ffn, text, threshold, HowToFit(8, 1e-6, torch.float32, None))
-    direction = find_direction(text)
+    direction, _ = find_direction(text)
     moved = ffn.gate - made.gate[:N]
     ups = (text.z @ ffn.up.T).square() * text.weights[:, None]
     expected = threshold / (ups.mean(0).sqrt() * ffn.down.norm(dim=0))

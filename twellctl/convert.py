@@ -1,8 +1,8 @@
 """twellctl convert: makes a gated model ReLU, by fitting it layer by layer or by swapping only.
 
 In a fitted model (twellctl/fitting), each FFN has its own neurons and a linear map of its input.
-It works without end-to-end training. In a swapped model, only config.json changes. It talks noise
-until it is fine-tuned.
+It works without end-to-end training. Its weights may be rounded to 4 bits inside the fit. In a
+swapped model, only config.json changes. It talks noise until it is fine-tuned.
 """
 
 import contextlib
@@ -19,10 +19,12 @@ from twellctl.files.home import from_home
 from twellctl.files.outputs import claimed
 from twellctl.files.strict_json import json_text
 from twellctl.fitting.settings import Fit, Progress
-from twellctl.fitting.source import open_source
+from twellctl.fitting.source import group_size_of, open_source
+from twellctl.models.bytes_read import bytes_read
 from twellctl.models.card import write_card
 from twellctl.models.carried import copy_side_files, copy_weights, has_chat_template, write_config
-from twellctl.models.checkpoint import FIT_FILE, Checkpoint
+from twellctl.models.checkpoint import FIT_FILE, Checkpoint, open_checkpoint
+from twellctl.models.schemes import INT4
 from twellctl.report.notebook import Shown
 from twellctl.settings import chosen
 from twellctl.text.reading import text_files
@@ -40,7 +42,10 @@ Doing = Callable[[str], None]
 class Converted(Shown):
     """What `convert` wrote; `is_chat_model`: the model has a chat template.
 
-    `intermediate_size` counts the model's own neurons; `fitted` is None for a swapped one.
+    `is_relu` unless its activation was kept; `bits`, if its linear layers were rounded.
+    `intermediate_size` counts the model's own neurons; `fitted` is None for a swapped one. Of a
+    fitted one a step of one token reads `bytes_read` of linear layers in its blocks, of the model
+    that it was made from `source_bytes_read`.
     """
 
     out: Path
@@ -49,7 +54,11 @@ class Converted(Shown):
     intermediate_size: int
     source_act: str
     is_chat_model: bool
+    is_relu: bool = True
+    bits: int | None = None
     fitted: "Fitted | None" = None
+    bytes_read: int | None = None
+    source_bytes_read: int | None = None
 
 
 def convert(
@@ -79,7 +88,7 @@ def convert(
         checkpoint = open_source(model, revision, fit)
         with claim.staged() as stage:
             copy_weights(checkpoint, stage)
-            return _written(checkpoint, out, stage, None)
+            return _written(checkpoint, out, stage, fit, None)
 
 
 def _fitted(
@@ -113,11 +122,11 @@ def _fitted(
             _guess(checkpoint, fit, progress)
         fitted = _fit(checkpoint, run, fit, world, progress)
         if not world.is_main_process:
-            return _result(checkpoint, out, fitted, False)
+            return _result(checkpoint, out, fit, fitted, False)
         doing(f"writing {out}")
         with claim.staged() as stage:
             _write_fit(checkpoint, run, stage, fit, fitted)
-            made = _written(checkpoint, out, stage, fitted)
+            made = _written(checkpoint, out, stage, fit, fitted)
         shutil.rmtree(run, ignore_errors=True)
         return made
 
@@ -153,28 +162,62 @@ def _write_fit(checkpoint: Checkpoint, run: Path, stage: Path, fit: Fit, fitted:
     (stage / FIT_FILE).write_text(json_text({"settings": settings} | figures), encoding="utf-8")
 
 
-def _written(checkpoint: Checkpoint, out: Path, stage: Path, fitted: "Fitted | None") -> Converted:
+def _written(
+    checkpoint: Checkpoint, out: Path, stage: Path, fit: Fit, fitted: "Fitted | None"
+) -> Converted:
     """Put what belongs to the weights into `stage`."""
     copy_side_files(checkpoint, stage)
-    write_config(stage, _config(checkpoint, fitted.map_neurons if fitted else 0))
+    write_config(stage, _config(checkpoint, fit, fitted))
     write_card(stage, out.name, checkpoint.path)
-    return _result(checkpoint, out, fitted, has_chat_template(stage))
+    made = _result(checkpoint, out, fit, fitted, has_chat_template(stage))
+    if fitted is None:
+        return made
+    return dataclasses.replace(
+        made,
+        bytes_read=bytes_read(open_checkpoint(stage), fitted.density),
+        source_bytes_read=bytes_read(checkpoint),
+    )
 
 
-def _config(checkpoint: Checkpoint, map_neurons: int) -> dict[str, Any]:
+def _config(checkpoint: Checkpoint, fit: Fit, fitted: "Fitted | None") -> dict[str, Any]:
     """config.json of the converted model."""
     twell = new_twell(checkpoint.ffn.num_layers, checkpoint.hub_id, checkpoint.activation)
-    config = checkpoint.config | {checkpoint.activation_key: "relu", "twell": twell}
-    if map_neurons:
-        twell["map_neurons"] = map_neurons
-        config["intermediate_size"] = checkpoint.ffn.intermediate_size + map_neurons
+    config = checkpoint.config | {"twell": twell}
+    if not fit.keep_activation:
+        config[checkpoint.activation_key] = "relu"
+    if fitted and fitted.map_neurons:
+        twell["map_neurons"] = fitted.map_neurons
+        config["intermediate_size"] = checkpoint.ffn.intermediate_size + fitted.map_neurons
+    if fit.bits:
+        config["quantization_config"] = _quantization_config(checkpoint, fit)
     config.pop("auto_map", None)  # the stock class serves, and the code is not carried over
     return config
 
 
+def _quantization_config(checkpoint: Checkpoint, fit: Fit) -> dict[str, Any]:
+    from twellctl.models.loading import skeleton
+    from twellctl.models.quantised import linears_outside_of_layers
+
+    kept = linears_outside_of_layers(skeleton(checkpoint))
+    return INT4.quantization_config(kept, group_size_of(checkpoint, fit))
+
+
 def _result(
-    checkpoint: Checkpoint, out: Path, fitted: "Fitted | None", is_chat_model: bool
+    checkpoint: Checkpoint,
+    out: Path,
+    fit: Fit,
+    fitted: "Fitted | None",
+    is_chat_model: bool,
 ) -> Converted:
     ffn = checkpoint.ffn
-    sizes = ffn.num_layers, ffn.hidden_size, ffn.intermediate_size
-    return Converted(out, *sizes, checkpoint.activation, is_chat_model, fitted)
+    return Converted(
+        out=out,
+        num_layers=ffn.num_layers,
+        hidden_size=ffn.hidden_size,
+        intermediate_size=ffn.intermediate_size,
+        source_act=checkpoint.activation,
+        is_chat_model=is_chat_model,
+        is_relu=not fit.keep_activation,
+        bits=fit.bits,
+        fitted=fitted,
+    )

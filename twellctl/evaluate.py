@@ -23,6 +23,7 @@ from twellctl.evaluation.sound_tasks import leave_out_unsound
 from twellctl.evaluation.subject import Opened, Subject, Wrote
 from twellctl.evaluation.windows import facts, score_text, window_length
 from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
+from twellctl.models.bytes_read import bytes_read
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, fingerprint
 from twellctl.settings import chosen
@@ -65,9 +66,8 @@ def evaluate(
     sound = leave_out_unsound(tasks_read, doing, note, progress)
     of_choices = [task for task in sound if has_choices(task)]
     in_own_words = [task for task in sound if is_in_own_words(task)]
-    opened = _open_models(
-        model, how.reference, chat_template_kwargs, bool(in_own_words or prompts), note
-    )
+    needs_answers = bool(in_own_words or prompts)
+    opened = _open_models(model, how.reference, chat_template_kwargs, needs_answers, note)
     text = _windows(opened, how) if how.data else None
     _check_tokenizers(opened, how)
     subjects = _load(opened, device or default_device(), doing)
@@ -91,6 +91,8 @@ def evaluate(
         text=scored,
         answers=agreement,
         tasks=(*_task_results(chosen_by_each), *_task_results(written_by_each)),
+        bytes_read=bytes_read(own.checkpoint, None if scored is None else scored.density),
+        reference_bytes_read=bytes_read(subjects[1].checkpoint) if len(subjects) > 1 else None,
     )
 
 

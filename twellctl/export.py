@@ -1,10 +1,10 @@
 """twellctl export: writes a ReLU model as a folder that transformers can run with TwELL.
 
 Weights are written in SiLU form (models/silu_form.py), which engines that support only SiLU can
-run, and may be quantised (models/schemes.py). One file is in memory at a time. NaN and infinity are
-refused. config.json names both the stock class and ours, and holds the slots of a profile. The
-folder also gets the bundle: the code, the kernels' sources, and the manifest with their sha256 and
-that of quantised weights.
+run, and may be quantised (models/schemes.py). Those in 4 bits stay so. One file is in memory at a
+time. NaN and infinity are refused. config.json names both the stock class and ours, and holds the
+slots of a profile. The folder also gets the bundle: the code, the kernels' sources, and the
+manifest with their sha256 and that of quantised weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from twellctl.models.carried import copy_side_files, own_file, write_config
 from twellctl.models.checkpoint import GATED, SILU, Checkpoint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
 from twellctl.models.rotary import for_all_readers
-from twellctl.models.schemes import SCHEMES
+from twellctl.models.schemes import INT4, SCHEMES
 from twellctl.models.shard_writer import write_shards
 from twellctl.report.notebook import Shown
 
@@ -86,7 +86,8 @@ def export(
     inputs = [Path(path) for path in files if isinstance(path, str | Path)]
     with staged(out, overwrite=overwrite, inputs=inputs) as stage:
         checkpoint = open_checkpoint(model)
-        checkpoint.require_unquantised()
+        if quantize is not None or checkpoint.scheme is not INT4:
+            checkpoint.require_unquantised()
         checkpoint.require_relu()
         measured = _read_measured(checkpoint, profile, evaluation, bench, quantize)
         config, largest = _write_model(checkpoint, stage, measured, quantize)
@@ -231,7 +232,8 @@ def _write_weights_and_bundle(
         tensors = round_tensors(tensors, rounded_layers(checkpoint, model), scheme)
         entries["quantization_config"] = scheme.quantization_config(kept_layers(model))
     files = [folder / name for name in write_shards(tensors, folder)]
-    write_bundle(folder, make_bundle(bundle_files(), files if quantize is not None else ()))
+    is_rounded = quantize is not None or checkpoint.scheme is not None
+    write_bundle(folder, make_bundle(bundle_files(), files if is_rounded else ()))
     return entries
 
 
@@ -240,14 +242,14 @@ def _in_silu_form(checkpoint: Checkpoint, form: dict) -> Iterator[tuple[str, "Te
     from twellctl.models.loading import read_tensors
     from twellctl.models.silu_form import factors, scaled
 
-    by = factors(checkpoint.tensors, form, checkpoint.ffn.intermediate_size)
-    for name, tensor in read_tensors(checkpoint):
+    by = factors(checkpoint.stored, form, checkpoint.ffn.intermediate_size)
+    for name, tensor in read_tensors(checkpoint, packed=True):
         if name in by:
             tensor = scaled(tensor, by[name])
             if not tensor.abs().amax().isfinite():
                 raise TwellError(
                     f"{checkpoint.name}: {name} times its sharpness is too large for "
-                    f"{checkpoint.tensors[name].dtype}: take a model whose gates are smaller"
+                    f"{checkpoint.stored[name].dtype}: take a model whose gates are smaller"
                 )
         yield name, tensor
 

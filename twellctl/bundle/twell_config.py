@@ -20,7 +20,6 @@ layer's sharpness may be a list, one a neuron: neurons of sharpness 1 are SiLU a
 family whose activation was another, like GELU, `hidden_act` is that one: as sharp it is ReLU, too.
 """
 
-import copy
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -134,21 +133,29 @@ def _check_silu_form(twell: dict, num_layers: int) -> None:
                 raise ValueError(f'"twell" must hold {key} that are powers of two, got {k!r}')
 
 
-# ---- exports whose weights are rounded
+# ---- models whose weights are rounded
 #
 # The formats are those of compressed-tensors, which transformers (with that package) and vLLM read.
-# Each linear layer but those of `ignore` stores values and a `weight_scale`; kinds are named as in
-# twell_spec.KINDS.
+# Kinds of weights are named as in twell_spec.KINDS; int4 is a way to store bf16. Each linear layer
+# but those of `ignore` is stored in parts:
 #
 # e4m3 is `float-quantized`: a weight in e4m3 [N, K] and a weight_scale, float32 [N, 1]; the layer's
 # weight is weight * weight_scale. It rounds its input to e4m3 as it comes, with a scale for each
 # token.
+#
+# int4 is `pack-quantized`, symmetric, with a scale for each group of inputs (twell_int4.py).
 
 WEIGHT_SCALE = ".weight_scale"  # behind the name of a layer
+PACKED = ".weight_packed"
+PACKED_PARTS = (PACKED, WEIGHT_SCALE, ".weight_shape")
+PACKED_IN_ONE = 8  # codes of four bits in an int32
 _METHOD = "compressed-tensors"
 _E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
-_FORMATS = {
-    "e4m3": {
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True}
+
+
+def _in_e4m3(group_size: int | None) -> dict:
+    return {
         "format": "float-quantized",
         "config_groups": {
             "group_0": {
@@ -158,26 +165,45 @@ _FORMATS = {
             }
         },
     }
-}
 
 
-def quantization_config(kind: str, ignore: list[str]) -> dict:
-    """The block "quantization_config" of an export whose linear layers are rounded to `kind`.
+def _in_int4(group_size: int | None) -> dict:
+    weights = _INT4 | {"strategy": "group", "group_size": group_size, "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"format": "pack-quantized", "config_groups": groups}
 
-    `ignore` names those that are not.
+
+_FORMATS = {"e4m3": _in_e4m3, "int4": _in_int4}
+
+
+def quantization_config(kind: str, ignore: list[str], group_size: int | None = None) -> dict:
+    """The block "quantization_config" of a model whose linear layers are rounded to `kind`.
+
+    `ignore` names those that are not. `group_size`: inputs that share a scale, where a kind has
+    such.
     """
     common = {"quant_method": _METHOD, "quantization_status": "compressed", "ignore": ignore}
-    return common | copy.deepcopy(_FORMATS[kind])
+    return common | _FORMATS[kind](group_size)
+
+
+def group_size_of(found: Mapping) -> int | None:
+    """How many inputs share a scale, by a block "quantization_config"; None: it does not say."""
+    try:
+        size = found["config_groups"]["group_0"]["weights"]["group_size"]
+    except (KeyError, TypeError):
+        return None
+    return size if type(size) is int and size > 0 else None
 
 
 def rounded_kind(config: Mapping) -> str | None:
-    """To which kind the linear layers of an export are rounded, by its config.json; None: to none.
+    """To which kind the linear layers of a model are rounded, by its config.json; None: to none.
 
-    None, too, for what is no export of ours.
+    None, too, for what is no model of ours.
     """
     found = config.get("quantization_config")
     if not isinstance(found, dict) or "twell" not in config:
         return None
     if not isinstance(ignore := found.get("ignore"), list):
         return None
-    return next((k for k in _FORMATS if found == quantization_config(k, ignore)), None)
+    size = group_size_of(found)
+    return next((k for k in _FORMATS if found == quantization_config(k, ignore, size)), None)

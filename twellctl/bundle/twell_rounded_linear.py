@@ -16,8 +16,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .twell_config import quantization_config, rounded_kind
+from .twell_config import group_size_of, quantization_config, rounded_kind
 from .twell_dense import ROUNDINGS, linear
+from .twell_int4 import PackedLinear
 from .twell_weights import Weight, plain_weight
 
 METHOD = f"rounded by {__name__}"  # each copy of this code makes layers of its own
@@ -99,38 +100,63 @@ def put_rounded_layers(model: nn.Module, kind: str, ignore: list[str]) -> None:
         model.set_submodule(name, rounded)
 
 
+def put_packed_layers(model: nn.Module, group_size: int, ignore: list[str]) -> None:
+    """Replace each plain nn.Linear of `model` by a `PackedLinear`, but those in `ignore`."""
+    linears = [(n, m) for n, m in model.named_modules() if type(m) is nn.Linear and n not in ignore]
+    for name, layer in linears:
+        model.set_submodule(name, PackedLinear(layer, group_size))
+
+
+def expand_packed_layers(model: nn.Module) -> None:
+    """Replace each `PackedLinear` of `model` by the nn.Linear of its weights."""
+    packed = [(name, m) for name, m in model.named_modules() if isinstance(m, PackedLinear)]
+    for name, layer in packed:
+        model.set_submodule(name, layer.expanded)
+
+
 # ---- how they are loaded
 
 
 class RoundedConfig(QuantizationConfigMixin):
-    """The block "quantization_config" of a rounded export, while a model of it is in memory."""
+    """The block "quantization_config" of a rounded model, while it is in memory."""
 
-    def __init__(self, kind: str, ignore: list[str], **stored: Any):
+    def __init__(self, kind: str, ignore: list[str], group_size: int | None = None, **stored: Any):
         """`ignore`: names of the linear layers that are not rounded; `kind` tells the rest."""
-        self.quant_method, self.kind, self.ignore = METHOD, kind, ignore
+        self.quant_method, self.kind = METHOD, kind
+        self.ignore, self.group_size = ignore, group_size
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json has it."""
-        return quantization_config(self.kind, self.ignore)
+        return quantization_config(self.kind, self.ignore, self.group_size)
 
 
 def with_own_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """`config`; of a rounded export a copy by which transformers loads it with this module."""
+    """`config`; of a rounded model a copy by which transformers loads it with this module."""
     if (kind := rounded_kind(vars(config))) is None:
         return config
-    own = copy.copy(config)
-    own.quantization_config = config.quantization_config | {"quant_method": METHOD, "kind": kind}
+    own, stored = copy.copy(config), config.quantization_config
+    how = {"quant_method": METHOD, "kind": kind, "group_size": group_size_of(stored)}
+    own.quantization_config = stored | how
     return own
 
 
 class RoundedQuantizer(HfQuantizer):
-    """Replaces linear layers by `RoundedLinear` ones; what is stored is loaded as it is."""
+    """Replaces linear layers by `RoundedLinear` ones; what is stored is loaded as it is.
+
+    int4 is expanded once it is there: the model is then a plain one.
+    """
 
     def _process_model_before_weight_loading(self, model, **how):
         given = self.quantization_config
-        put_rounded_layers(model, given.kind, given.ignore)
+        if given.kind == "int4":
+            put_packed_layers(model, given.group_size, given.ignore)
+        else:
+            put_rounded_layers(model, given.kind, given.ignore)
 
     def _process_model_after_weight_loading(self, model, **how):
+        if self.quantization_config.kind == "int4":
+            expand_packed_layers(model)
+            self.remove_quantization_config(model)
         return model.requires_grad_(False)
 
     @property

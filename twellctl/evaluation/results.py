@@ -272,7 +272,8 @@ class Evaluation(Shown):
     """A measured model, whose weights have that `fingerprint`.
 
     `text` is None without data, `answers` without a reference and prompts; `limit`: questions of
-    each task at most.
+    each task at most. A step of one token reads `bytes_read` of linear layers in the blocks
+    (models/bytes_read.py); None where it is not known how many neurons fire.
     """
 
     model: str
@@ -286,6 +287,8 @@ class Evaluation(Shown):
     text: TextResult | None
     answers: AnswerScore | None
     tasks: tuple[TaskResult, ...]
+    bytes_read: int | None = None
+    reference_bytes_read: int | None = None
 
     @property
     def verdict(self) -> Verdict | None:

@@ -7,7 +7,7 @@ what the changed FFN gives. So the states of a model are held once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from twellctl.bundle.twell_model import activation_name, activation_of
 from twellctl.fitting.ffn import FfnText, GatedFfn, token_weights
 from twellctl.fitting.layerwise import Layer
+from twellctl.here.processes import num_processes
 
 FFN_TOKENS = 8192  # for this many the outputs of the original FFN are computed at once
 
@@ -53,7 +54,8 @@ class Read:
     """A batch of tokens at some linear layers, by name.
 
     `inputs` `[T, in]` are what each reads in the changed model, `wanted` `[T, out]` what it gives
-    in the original model, on that one's own states; `weights` `[T]` as in `FfnText`.
+    in the original model, on that one's own states; `weights` `[T]` are those of the states that
+    go into its layer.
     """
 
     inputs: dict[str, Tensor]
@@ -78,19 +80,24 @@ class Block:
         self.changed.put(tensors)
 
     @torch.no_grad()
-    def reads(self, names: Sequence[str]) -> Iterator[Read]:
-        """What the linear layers `names` read and are to give, for all text that is fitted on.
+    def reads(self, names: Sequence[str], tokens: int | None = None) -> Iterator[Read]:
+        """What the linear layers `names` read and are to give, for the text that is fitted on.
 
-        All are read in the same forward. Inputs depend on what was put so far.
+        All are read in the same forward, which ends at the last of them. Inputs depend on what was
+        put so far. `tokens`: the first windows that have so many, of all processes together, are
+        enough.
         """
         assert self._z is None, "the states have left the block's beginning"
         states = self._states
-        for part in states.batches(states.fitted):
-            with _recorded(self.original.module, names) as (_, wanted):
-                after = self.original(states.original[part].float())
-            with _recorded(self.changed.module, names) as (inputs, _):
-                self.changed(states.changed[part].float())
-            yield Read(inputs, wanted, token_weights(after))
+        windows = states.fitted
+        if tokens is not None:
+            count = -(-tokens // (states.original.shape[1] * num_processes()))
+            windows = slice(0, min(count, windows.stop))
+        for part in states.batches(windows):
+            before = states.original[part].float()
+            _, wanted = _recorded(self.original, before, names)
+            inputs, _ = _recorded(self.changed, states.changed[part].float(), names)
+            yield Read(inputs, wanted, token_weights(before))
 
     def ffn_text(self) -> FfnText:
         """What the changed layer's FFN reads and is to give, for the text that is fitted on."""
@@ -144,24 +151,25 @@ class Block:
         return self._states.batches(slice(0, len(self._states.original)))
 
 
-class _recorded:
-    """Inside, a forward of `module` records what its linear layers `names` read and give."""
+class _AllRead(Exception):
+    """What was to be read has been: the rest of a layer need not be computed."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str]):
-        self._modules = {name: module.get_submodule(name) for name in names}
-        self._inputs: dict[str, Tensor] = {}
-        self._outputs: dict[str, Tensor] = {}
-        self._hooks = ExitStack()
 
-    def __enter__(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        for name, module in self._modules.items():
-            handle = module.register_forward_hook(partial(self._record, name))
-            self._hooks.callback(handle.remove)
-        return self._inputs, self._outputs
+def _recorded(
+    layer: Layer, states: Tensor, names: Sequence[str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(inputs, outputs) `[T, *]` of the linear layers `names`, for states `[B, L, K]`."""
+    inputs, outputs = dict[str, Tensor](), dict[str, Tensor]()
 
-    def __exit__(self, *failure: object) -> None:
-        self._hooks.close()
+    def record(name: str, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        inputs[name], outputs[name] = args[0].flatten(0, -2), output.flatten(0, -2)
+        if len(outputs) == len(names):
+            raise _AllRead
 
-    def _record(self, name: str, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        self._inputs[name] = args[0].flatten(0, -2)
-        self._outputs[name] = output.flatten(0, -2)
+    with ExitStack() as hooks:
+        for name in names:
+            module = layer.module.get_submodule(name)
+            hooks.callback(module.register_forward_hook(partial(record, name)).remove)
+        with suppress(_AllRead):
+            layer(states)
+    return inputs, outputs

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import weights_of
+from twellctl.here.processes import sum_over_processes
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,13 @@ class FfnText:
 
     def __len__(self) -> int:
         return len(self.z)
+
+    def squares(self, *outputs: Tensor) -> list[float]:
+        """Of each of `outputs` `[T, K]` its weighted square, summed over all processes."""
+        found = [(out.square().sum(-1) * self.weights).double().sum() for out in outputs]
+        sums = torch.stack(found)
+        sum_over_processes(sums)
+        return sums.tolist()
 
 
 def token_weights(states: Tensor) -> Tensor:
@@ -58,6 +66,10 @@ class GatedFfn:
             elif gate is not None and up is not None:
                 named[f"gate_up_proj.{kind}"] = torch.cat([gate, up])
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def stored(self, ffn: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors as a file holds them, under the names that the stock module `ffn` has."""
+        return {name: tensor.to(dtype) for name, tensor in self.named(ffn).items()}
 
     def gates(self, z: Tensor) -> Tensor:
         """`[T, N]` before the activation, of inputs `[T, K]`."""
@@ -98,14 +110,14 @@ class GatedFfn:
             gate=torch.cat([self.gate, direction.expand(rank, -1)]),
             up=torch.cat([self.up, map_up * scale[:, None]]),
             down=torch.cat([self.down, map_down / scale], 1),
-            gate_bias=_longer(self.gate_bias, rank),
-            up_bias=_longer(self.up_bias, rank),
+            **self.longer_biases(rank),
         )
+
+    def longer_biases(self, more: int) -> dict[str, Tensor | None]:
+        """The biases of gate and up, of `more` neurons without any."""
+        biases = {"gate_bias": self.gate_bias, "up_bias": self.up_bias}
+        return {n: b if b is None else F.pad(b, (0, more)) for n, b in biases.items()}
 
 
 def _like(bias: Tensor | None, z: Tensor) -> Tensor | None:
     return None if bias is None else bias.to(z.dtype)
-
-
-def _longer(bias: Tensor | None, more: int) -> Tensor | None:
-    return None if bias is None else F.pad(bias, (0, more))

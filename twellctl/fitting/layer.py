@@ -25,6 +25,8 @@ from torch import Tensor
 
 from twellctl.fitting.ffn import FfnText, GatedFfn
 from twellctl.fitting.least_squares import Products, solved, tf32
+from twellctl.fitting.rounded_ffn import RoundedFfn
+from twellctl.fitting.rounding import Codes, Grid
 from twellctl.fitting.steps import Steps, take_steps
 from twellctl.here.processes import same_in_all, sum_over_processes
 
@@ -37,12 +39,16 @@ ENOUGH = 16  # if that leaves this many of them for a feature
 
 @dataclass(frozen=True)
 class HowToFit:
-    """What all layers of a model share; `dtype` is the one that weights will be stored in."""
+    """What all layers of a model share.
+
+    `dtype` is the one that weights will be stored in; with a `grid` they are rounded to that.
+    """
 
     rank: int
     ridge: float
     dtype: torch.dtype
     steps: Steps | None
+    grid: Grid | None = None
 
 
 @torch.no_grad()
@@ -55,18 +61,24 @@ def fit_layer(
     are. Steps hold the share that fires after the shifts. `NotSolved` where the equations have no
     solution.
     """
-    direction = find_direction(text).to(how.dtype).float()
+    direction, gram = find_direction(text)
+    direction, codes = direction.to(how.dtype).float(), None
+    if how.grid is not None:
+        codes = how.grid.by_sums(direction[None], gram, DIRECTION_RIDGE)
+        direction = codes.weight[0]
     if threshold:
         ffn = replace(ffn, gate=ffn.gate - shifts(ffn, text, threshold)[:, None] * direction)
     ffn = ffn.rounded(how.dtype)
     full_map = torch.zeros(len(direction), len(direction), device=direction.device)
-    stride = 1 if how.steps is None else stride_before_steps(len(text), *ffn.gate.shape)
-    products, fired = _products(ffn, full_map, direction, text, stride)
     if how.steps is not None:
+        stride = stride_before_steps(len(text), *ffn.gate.shape)
+        products, fired = _products(ffn, full_map, direction, text, stride)
         ffn, full_map = _solution(ffn, full_map, products, how.ridge)
-        ffn, full_map = take_steps(ffn, full_map, direction, text, fired, how.steps)
+        ffn, full_map = take_steps(ffn, full_map, direction, text, fired, how.steps, how.grid)
         ffn = ffn.rounded(how.dtype)
-        products, fired = _products(ffn, full_map, direction, text)
+    if codes is not None:
+        return _rounded_layer(ffn, full_map, codes, text, how)
+    products, fired = _products(ffn, full_map, direction, text)
     return _with_map(ffn, full_map, direction, products, how), fired
 
 
@@ -75,15 +87,16 @@ def stride_before_steps(num_tokens: int, N: int, K: int) -> int:
     return max(1, min(FOR_STEPS, num_tokens // (ENOUGH * (N + K))))
 
 
-def find_direction(text: FfnText) -> Tensor:
-    """`[K]` float32: its product with what the layer reads is nearest to 1."""
+def find_direction(text: FfnText) -> tuple[Tensor, Tensor]:
+    """`[K]` float32: its product with what the layer reads is nearest to 1. And the sums of
+    products of what the layer reads, `[K, K]`."""
     K = text.z.shape[1]
     products = Products(K, 1, text.z.device)
     for part in _parts(len(text)):
         z = text.z[part].float()
         products.add(z.T, torch.ones(1, len(z), device=z.device))
     products.over_processes()
-    return solved(products, (K,), DIRECTION_RIDGE)[:, 0]
+    return solved(products, (K,), DIRECTION_RIDGE)[:, 0], products.gram
 
 
 def worth(ffn: GatedFfn, z: Tensor, weights: Tensor) -> Tensor:
@@ -146,16 +159,54 @@ def _with_map(
     ffn: GatedFfn, full_map: Tensor, direction: Tensor, products: Products, how: HowToFit
 ) -> GatedFfn:
     """The FFN with down solved for and a map of rank R, as it will be stored."""
+    map_up = _map_up(ffn, full_map, products, how)
+    map_up /= map_up.norm(dim=1, keepdim=True).clamp(min=1e-9)
+    down, map_down, _ = _down_over(map_up, ffn, full_map, products, how)
+    return replace(ffn, down=down).with_map(direction, map_up, map_down).rounded(how.dtype)
+
+
+def _rounded_layer(
+    ffn: GatedFfn, full_map: Tensor, direction: Codes, text: FfnText, how: HowToFit
+) -> tuple[RoundedFfn, float]:
+    """The same on the grid: gate and up to the nearest, as steps have seen them; then the map's
+    inputs, and down and the map's outputs by what those before them give."""
+    assert how.grid is not None
+    gate, up = how.grid.nearest(ffn.gate), how.grid.nearest(ffn.up)
+    ffn = replace(ffn, gate=gate.weight, up=up.weight)
+    products, fired = _products(ffn, full_map, direction.weight[0], text)
+    N, size = len(ffn.gate), ffn.down.square().mean().sqrt()
+    # the map's outputs, columns of length 1 so far, become as large as those of down
+    wanted = _map_up(ffn, full_map, products, how) / (size * len(ffn.down) ** 0.5)
+    map_up = how.grid.by_sums(wanted, products.gram[N:, N:], how.ridge)
+    *columns, seen = _down_over(map_up.weight, ffn, full_map, products, how)
+    blocks = (N, how.rank)
+    down = how.grid.by_sums(torch.cat(columns, 1), seen.gram, how.ridge, blocks)
+    gate = Codes.joined(gate, direction.expanded(how.rank))
+    biases = ffn.longer_biases(how.rank) | {"down_bias": ffn.down_bias}
+    return RoundedFfn.of_codes(gate, Codes.joined(up, map_up), down, biases), fired
+
+
+def _map_up(ffn: GatedFfn, full_map: Tensor, products: Products, how: HowToFit) -> Tensor:
+    """`[R, K]`: the map solved for, cut to the outputs that give most; those have length 1."""
     N = len(ffn.gate)
     _, whole = _solution(ffn, full_map, products, how.ridge)
     seen = whole @ products.gram[N:, N:] @ whole.T  # what the map gives, as sums of products
     outputs = torch.linalg.eigh(seen.double())[1][:, len(seen) - how.rank :].float()
-    map_up = same_in_all((outputs.T @ whole).contiguous())
-    map_up /= map_up.norm(dim=1, keepdim=True).clamp(min=1e-9)
-    products.right += products.gram[:, N:] @ full_map.T  # now what is left without any map
-    change = solved(products.through(map_up), (N, how.rank), how.ridge).T
-    made = replace(ffn, down=ffn.down + change[:, :N])
-    return made.with_map(direction, map_up, change[:, N:]).rounded(how.dtype)
+    return same_in_all((outputs.T @ whole).contiguous())
+
+
+def _down_over(
+    map_up: Tensor, ffn: GatedFfn, full_map: Tensor, products: Products, how: HowToFit
+) -> tuple[Tensor, Tensor, Products]:
+    """(down `[K, N]` and the map's outputs `[K, R]`, solved for; the sums for both).
+
+    `products` become those of what is left without any map.
+    """
+    N = len(ffn.gate)
+    products.right += products.gram[:, N:] @ full_map.T
+    through = products.through(map_up)
+    change = solved(through, (N, how.rank), how.ridge).T
+    return ffn.down + change[:, :N], change[:, N:].contiguous(), through
 
 
 def _parts(num_tokens: int, stride: int = 1) -> Iterator[slice]:

@@ -7,6 +7,7 @@ layer (masks, rotary positions) are recorded from a call of it, so that every fa
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from twellctl.bundle.twell_int4 import expanded
 from twellctl.bundle.twell_model import activation_of, gated_ffns
 from twellctl.fitting.ffn import GatedFfn
 from twellctl.models.layers import ffn_layers
@@ -120,6 +122,27 @@ class Layer:
         """What the layer calls its FFN."""
         return next(name for name, module in self.module.named_modules() if module is self.ffn)
 
+    def linears(self) -> list[list[str]]:
+        """The names of its linear layers as they are called; those that read one input, together.
+
+        It is called once to see that.
+        """
+        called: list[tuple[Tensor, list[str]]] = []
+
+        def record(name: str, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            if not (called and called[-1][0] is args[0]):
+                called.append((args[0], []))
+            called[-1][1].append(name)
+
+        with contextlib.ExitStack() as hooks:
+            for name, module in self.module.named_modules():
+                if type(module) is nn.Linear:
+                    handle = module.register_forward_hook(functools.partial(record, name))
+                    hooks.callback(handle.remove)
+            down = self.weights.down
+            self(torch.zeros(1, self._probe_length(), len(down), device=down.device))
+        return [names for _, names in called]
+
     def copy(self) -> "Layer":
         """The same layer, over the same tensors; what is `put` into one the other does not get."""
         made, tensors = copy.copy(self), [*self.module.parameters(), *self.module.buffers()]
@@ -127,7 +150,8 @@ class Layer:
         return made
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace weights and biases by these, by name; sizes of the FFN may be others."""
+        """Replace weights, packed or not, and biases by these; sizes of the FFN may be others."""
+        tensors = expanded(tensors)
         for name in tensors.keys() & dict(self.module.named_parameters()).keys():
             owner, _, kind = name.rpartition(".")
             weight = nn.Parameter(tensors[name].to(self.weights.down.device, torch.float32), False)

@@ -80,12 +80,18 @@ def solved(products: Products, blocks: tuple[int, ...], ridge: float) -> Tensor:
     raise NotSolved(f"its least squares have no solution, even with --ridge {MOST_RIDGE:g}")
 
 
-def _solved(products: Products, blocks: tuple[int, ...], ridge: float) -> Tensor | None:
-    gram = products.gram.double()
+def with_ridge(gram: Tensor, blocks: tuple[int, ...], ridge: float) -> Tensor:
+    """float64 `[P, P]`: `gram` with that share of the mean of each block added to its diagonal."""
+    gram = gram.to(torch.float64, copy=True)
     diagonal = gram.diagonal()
     means = torch.stack([part.mean() for part in diagonal.split(blocks)])
     means[means == 0] = 1.0
     diagonal.add_(ridge * means.repeat_interleave(torch.tensor(blocks, device=means.device)))
+    return gram
+
+
+def _solved(products: Products, blocks: tuple[int, ...], ridge: float) -> Tensor | None:
+    gram = with_ridge(products.gram, blocks, ridge)
     factor, failed = torch.linalg.cholesky_ex(gram)
     if int(failed):
         return None

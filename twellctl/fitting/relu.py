@@ -1,4 +1,4 @@
-"""The method that makes each FFN ReLU, and leaves attention as it is."""
+"""The method that makes each FFN ReLU; with a grid all linear layers are rounded, too."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +10,9 @@ from twellctl.fitting.block import Block
 from twellctl.fitting.ffn import GatedFfn
 from twellctl.fitting.layer import HowToFit, fit_layer
 from twellctl.fitting.layerwise import Layerwise
+from twellctl.fitting.linears import round_linears
 from twellctl.fitting.method import Change, Figures
 from twellctl.fitting.thresholds import Thresholds
-from twellctl.here.processes import sum_over_processes
 
 
 class ReluMethod:
@@ -28,15 +28,25 @@ class ReluMethod:
 
     @torch.no_grad()
     def change(self, block: Block, before: Sequence[Figures]) -> Change:
-        """The tensors of the FFN; figures: `fires`, the share of its own neurons, and `_errors`."""
+        """The tensors of the FFN, and of what is rounded before it.
+
+        Figures: `fires`, the share of its own neurons, and `_errors`.
+        """
         threshold, how = self._thresholds.next([layer["fires"] for layer in before]), self._how
         if how.steps is not None:
             how = replace(how, steps=replace(how.steps, seed=block.seed))
-        layer = block.original
+        layer, tensors = block.original, dict[str, Tensor]()
+        if how.grid is not None:
+            others = [names for names in layer.linears() if not _is_in(layer.ffn_name, names)]
+            tensors = round_linears(block, others, how.grid, how.ridge)
         made, fires = fit_layer(layer.weights, block.ffn_text(), threshold, how)
-        named = made.named(layer.ffn)
-        tensors = {f"{layer.ffn_name}.{name}": t.to(how.dtype) for name, t in named.items()}
+        named = made.stored(layer.ffn, how.dtype)
+        tensors |= {f"{layer.ffn_name}.{name}": tensor for name, tensor in named.items()}
         return Change(tensors, {"fires": fires} | _errors(block, made))
+
+
+def _is_in(module: str, names: list[str]) -> bool:
+    return names[0].startswith(f"{module}.")
 
 
 def _errors(block: Block, made: GatedFfn) -> Figures:
@@ -50,16 +60,10 @@ def _errors(block: Block, made: GatedFfn) -> Figures:
     swapped = original(text.z).float()
     mapped = given - made.first(len(original.gate))(text.z).float()
     squared = (wanted, wanted - swapped, wanted - given, given, mapped)
-    sums = torch.stack([_squares(values, text.weights) for values in squared])
-    sum_over_processes(sums)
-    whole, swap_error, error, output, by_map = sums.tolist()
+    whole, swap_error, error, output, by_map = text.squares(*squared)
     whole, output = max(whole, 1e-30), max(output, 1e-30)
     return {
         "error_swapped": swap_error / whole,
         "error": error / whole,
         "map_share": by_map / output,
     }
-
-
-def _squares(values: Tensor, weights: Tensor) -> Tensor:
-    return (values.square().sum(-1) * weights).double().sum()

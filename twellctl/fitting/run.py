@@ -9,13 +9,19 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from twellctl.bundle.twell_config import PACKED, PACKED_PARTS
+from twellctl.bundle.twell_int4 import expanded
 from twellctl.errors import TwellError
 from twellctl.fitting.folder import windows_of
 from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layer import HowToFit
 from twellctl.fitting.layerwise import Layerwise
+from twellctl.fitting.method import Method
 from twellctl.fitting.relu import ReluMethod
+from twellctl.fitting.rounded import RoundingMethod
+from twellctl.fitting.rounding import Grid
 from twellctl.fitting.settings import Fit, Progress, rank_of_map
+from twellctl.fitting.source import group_size_of
 from twellctl.fitting.steps import Steps
 from twellctl.fitting.walk import HeldOut, Text, Walk
 from twellctl.models.checkpoint import Checkpoint
@@ -32,16 +38,17 @@ from twellctl.models.loading import (
 class LayerFit:
     """How a layer came out; errors are shares of the squared output wanted, on held-out text.
 
-    `fires`: share of its own neurons; `error_swapped`: of ReLU instead of its activation and
-    no more; `map_share`: what the map gives, of the squared output; `states_differ`: how far the
-    hidden states after it are from the model's own, relative, a mean over tokens.
+    `error`: of the FFN; `states_differ`: how far the hidden states after the layer are from the
+    model's own, relative, a mean over tokens. Of an FFN that was made ReLU besides: `fires`, the
+    share of its own neurons; `error_swapped`, of ReLU instead of its activation and no more;
+    `map_share`, what the map gives, of the squared output.
     """
 
-    fires: float
-    error_swapped: float
     error: float
-    map_share: float
     states_differ: float
+    fires: float = 1.0
+    error_swapped: float | None = None
+    map_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,13 +71,6 @@ class Fitted:
         """Share of the model's own neurons that fire, a mean over the layers."""
         return sum(layer.fires for layer in self.layers) / len(self.layers)
 
-    def share_read(self, num_neurons: int) -> float:
-        """Of the weights that FFNs of `num_neurons` had, those that a step of one token reads.
-
-        That is all gates, up and down of what fires, and the map as two products without gates.
-        """
-        return (1 + 2 * self.density + 2 * self.map_neurons / num_neurons) / 3
-
 
 def fit_weights(
     checkpoint: Checkpoint, run: Path, fit: Fit, world: PartialState, progress: Progress
@@ -81,8 +81,7 @@ def fit_weights(
     dtype = stored_dtypes(checkpoint)(checkpoint.ffn_weights(0)[0])
     fitted, held_out = windows_of(run, fit)
     mine = slice(world.process_index, None, world.num_processes)
-    steps = Steps(fit.steps, fit.step_tokens, fit.step_rate, 0) if fit.steps else None
-    method = ReluMethod(fit.density, HowToFit(rank, fit.ridge, dtype, steps))
+    method = _method(checkpoint, fit, rank, dtype)
     with quiet_transformers():
         layerwise = _opened(checkpoint, fit.seq_len)
         text = Text(fitted[mine], held_out[mine])
@@ -94,7 +93,16 @@ def fit_weights(
         held = walk.held_out()
     held.refuse_broken(checkpoint.config["vocab_size"])
     seconds, kept = time.monotonic() - began, walk.num_kept
-    return Fitted(rank, fitted.numel(), fit.density, layers, held, seconds, kept)
+    wanted = 1.0 if fit.keep_activation else fit.density
+    return Fitted(rank, fitted.numel(), wanted, layers, held, seconds, kept)
+
+
+def _method(checkpoint: Checkpoint, fit: Fit, rank: int, dtype: torch.dtype) -> Method:
+    grid = Grid(group_size_of(checkpoint, fit), dtype) if fit.bits else None
+    if grid and fit.keep_activation:
+        return RoundingMethod(grid, fit.ridge)
+    steps = Steps(fit.steps, fit.step_tokens, fit.step_rate, 0) if fit.steps else None
+    return ReluMethod(fit.density, HowToFit(rank, fit.ridge, dtype, steps, grid))
 
 
 def _opened(checkpoint: Checkpoint, seq_len: int) -> Layerwise:
@@ -115,7 +123,11 @@ def fitted_tensors(checkpoint: Checkpoint, run: Path) -> Iterator[tuple[str, Ten
         if layer_of[name] != index:
             index = layer_of[name]
             tensors = _kept_tensors(checkpoint, kept, index)
-        yield name, tensors.get(name, tensor).to(tensor.dtype)
+        layer = name.removesuffix(".weight")
+        if layer + PACKED in tensors:
+            yield from ((layer + end, tensors[layer + end]) for end in PACKED_PARTS)
+        else:
+            yield name, tensors.get(name, tensor).to(tensor.dtype)
 
 
 def _layers_by_tensor(checkpoint: Checkpoint) -> dict[str, int]:
@@ -136,7 +148,7 @@ def _kept_tensors(checkpoint: Checkpoint, kept: KeptLayers, index: int) -> dict[
         raise TwellError(f"{kept.folder} holds no layer {index}: repeat the call")
     prefix = checkpoint.layer_name(index)
     tensors = {f"{prefix}.{name}": tensor for name, tensor in change.tensors.items()}
-    if others := sorted(tensors.keys() - checkpoint.tensors.keys()):
+    if others := sorted(expanded(tensors).keys() - checkpoint.tensors.keys()):
         raise TwellError(
             f"{checkpoint.name} has no {others[0]}, which was fitted: save the model once by "
             "transformers, and fit that one"

@@ -8,6 +8,9 @@ from twellctl.settings import setting
 
 # called with (layers fitted, of how many, how far hidden states differ, seconds left)
 Progress: TypeAlias = Callable[[int, int, float, float], None]
+GROUP_SIZES = (128, 64, 32, 16, 8)  # inputs that share a scale: the first from a hidden size of
+WIDE = 3072  # on, else the second, or the next that divides
+LEAST_GROUP = 8  # so many codes are packed into one number
 TILE = 256  # of the format: N + R neurons are whole tiles where N are
 
 
@@ -45,6 +48,23 @@ class Fit:
     )
     step_tokens: int = setting(4096, "Tokens per Adam step.", at_least=1)
     step_rate: float = setting(0.01, "Learning rate, relative to the rms of a weight.", above=0)
+    bits: int | None = setting(
+        None,
+        "4: round all linear layers to 4 bits inside the fit. [default: weights keep their dtype]",
+        at_least=4,
+        at_most=4,
+    )
+    group_size: int | None = setting(
+        None,
+        "Inputs that share a scale, with --bits. [default: 128, or 64 below a hidden size of 3072; "
+        "less where it does not divide]",
+        at_least=LEAST_GROUP,
+    )
+    keep_activation: bool = setting(
+        False,
+        "With --bits: keep the activation and all neurons. This is the model itself in 4 bits, to "
+        "compare with.",
+    )
     ridge: float = setting(1e-3, "Ridge parameter of the least squares.", above=0)
     seq_len: int = setting(512, "Tokens per window of text.", at_least=8)
     eval_windows: int | None = setting(
@@ -68,6 +88,8 @@ def windows_held_out(fit: Fit, count: int | None = None) -> int:
 
 def rank_of_map(fit: Fit, hidden_size: int, num_neurons: int) -> int:
     """The rank asked for, or half of the hidden size, such that all neurons are whole tiles."""
+    if fit.keep_activation:
+        return 0
     if fit.map_rank is not None:
         return fit.map_rank
     wanted = num_neurons + hidden_size // 2

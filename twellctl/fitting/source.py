@@ -5,12 +5,17 @@ from pathlib import Path
 
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.made_of import Record
-from twellctl.fitting.settings import Fit
+from twellctl.fitting.settings import GROUP_SIZES, LEAST_GROUP, WIDE, Fit, rank_of_map
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.shards import TensorInfo
 
 
 def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint:
-    """The checkpoint that is converted, if there is an activation to replace, and text suits it."""
+    """The checkpoint that is converted, if there is an activation to replace, and text suits it.
+
+    `UsageError` for settings that do not go together, or not with this model.
+    """
+    _refuse_odd_ones(fit)
     checkpoint = open_checkpoint(model, revision=revision)
     checkpoint.require_unquantised()
     if checkpoint.activation == "relu":
@@ -25,10 +30,53 @@ def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint
             )
         if fit.map_rank is not None and fit.map_rank > (most := checkpoint.ffn.hidden_size):
             raise UsageError(f"map-rank must be <= {most}, the hidden size, got {fit.map_rank}")
+        if fit.bits:
+            group_size_of(checkpoint, fit)
         from twellctl.models.exportable import refuse_unfittable  # brings torch
 
         refuse_unfittable(checkpoint)
     return checkpoint
+
+
+def _refuse_odd_ones(fit: Fit) -> None:
+    if fit.bits:
+        return
+    for name, is_given in (
+        ("group-size", fit.group_size is not None),
+        ("keep-activation", fit.keep_activation),
+    ):
+        if is_given:
+            raise UsageError(f"{name} is for rounded weights: add --bits 4")
+
+
+def group_size_of(checkpoint: Checkpoint, fit: Fit) -> int:
+    """The group size asked for, or the largest usual one that divides all inputs.
+
+    `UsageError` where inputs of a linear layer make no whole groups.
+    """
+    K, N = checkpoint.ffn.hidden_size, checkpoint.ffn.intermediate_size
+    neurons = N + rank_of_map(fit, K, N)
+    inputs = {tensor.shape[1] for tensor in _matrices(checkpoint)} - {N} | {neurons}
+    most = GROUP_SIZES[0] if K >= WIDE else GROUP_SIZES[1]
+    usual = [size for size in GROUP_SIZES if size <= most and not any(one % size for one in inputs)]
+    size = fit.group_size or (usual[0] if usual else most)
+    if size % LEAST_GROUP == 0 and not any(one % size for one in inputs):
+        return size
+    remedy = f"take {usual[0]}" if usual else "this model cannot be rounded"
+    raise UsageError(
+        f"group-size must be a multiple of {LEAST_GROUP} and divide the inputs of all linear layers"
+        f" ({', '.join(map(str, sorted(inputs)))}), got {size}: {remedy}"
+    )
+
+
+def _matrices(checkpoint: Checkpoint) -> list[TensorInfo]:
+    """The weights of a layer that have rows and columns."""
+    prefix = f"{checkpoint.layer_name(0)}."
+    return [
+        tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith(prefix) and len(tensor.shape) == 2
+    ]
 
 
 def layer_file(index: int) -> str:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from twellctl.fitting.ffn import FfnText, GatedFfn
-from twellctl.here.processes import average, is_one_of_several
+from twellctl.fitting.rounding import Grid
+from twellctl.here.processes import average, num_processes
 
 SLOPE = 0.05  # width of the sigmoid of the backward pass
 WARMUP = 20  # steps
@@ -24,6 +25,7 @@ PRICE_STEP = 0.1  # the most that log(price) moves in a step
 SMOOTHING = 0.8
 BETAS = (0.9, 0.98)
 MAP = "map"  # the name of the map among the weights
+ROUNDED = ("gate", "up", "down")  # of them, those that a grid rounds: the map is cut later
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,13 @@ def take_steps(
     text: FfnText,
     density: float,
     steps: Steps,
+    grid: Grid | None = None,
 ) -> tuple[GatedFfn, Tensor]:
     """(FFN, map `[K, K]`) after the steps; the map acts on `z` times `relu(direction . z)`.
 
     `density` is the share of the neurons that fires with `ffn`, and stays what fires. Where nothing
-    is wanted, or nothing fires, there are no steps.
+    is wanted, or nothing fires, there are no steps. With a `grid`, losses are those of weights that
+    are rounded to it, and their gradients move the weights behind them.
     """
     mean_wanted = _mean_wanted(text)
     if not (mean_wanted > 0 and density > 0):
@@ -74,13 +78,13 @@ def take_steps(
     groups = [{"params": [weight], "lr": rates[name]} for name, weight in trained.items()]
     adam = torch.optim.Adam(groups, betas=BETAS, fused=text.z.is_cuda)
     generator = torch.Generator(text.z.device).manual_seed(steps.seed)
-    world = torch.distributed.get_world_size() if is_one_of_several() else 1
-    batch = max(1, steps.tokens // world)
+    batch = max(1, steps.tokens // num_processes())
     scale, price = mean_wanted * batch, _Price(density, full_map.device)
     for number in range(steps.number):
         picked = torch.randint(len(text), (batch,), generator=generator, device=full_map.device)
         per_neuron = price.value / (batch * len(ffn.gate) * density)
-        gradients, fired = _gradients(trained, direction, text, picked, scale, per_neuron)
+        seen = trained if grid is None else _on_grid(trained, grid)
+        gradients, fired = _gradients(seen, direction, text, picked, scale, per_neuron)
         average([*gradients.values(), fired])
         for name, gradient in gradients.items():
             trained[name].grad = gradient
@@ -91,6 +95,10 @@ def take_steps(
         price.follow(fired)
     full_map = trained.pop(MAP)
     return replace(ffn, **{name: weight.detach() for name, weight in trained.items()}), full_map
+
+
+def _on_grid(weights: dict[str, Tensor], grid: Grid) -> dict[str, Tensor]:
+    return weights | {name: grid.rounded(weights[name]) for name in ROUNDED}
 
 
 def _rates(weights: dict[str, Tensor], rate: float) -> dict[str, float]:

@@ -131,6 +131,11 @@ def reported_once() -> Iterator[None]:
         raise
 
 
+def num_processes() -> int:
+    """How many processes a launcher has started for this run; 1 without one."""
+    return dist.get_world_size() if is_one_of_several() else 1
+
+
 def is_one_of_several() -> bool:
     """Whether a launcher has started other processes of this run."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

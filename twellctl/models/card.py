@@ -18,8 +18,9 @@ from twellctl.firing.profiled import Profile
 from twellctl.models.card_front import Metric, cell, front_matter, is_plain, table
 from twellctl.models.card_speed import UNTIMED, speed
 from twellctl.models.carried import CARD, REPORT_FILE, json_object
+from twellctl.models.checks import activation_key
 from twellctl.models.in_vllm import DENSELY, is_served_over_twell
-from twellctl.models.schemes import scheme_of
+from twellctl.models.schemes import SCHEMES, scheme_of
 from twellctl.models.verdict import verdict_of
 
 EVALUATION_VERSION = 1
@@ -33,7 +34,7 @@ _CARD = """---
 
 # {name}
 
-A language model whose gated FFNs use ReLU instead of SiLU, made by twellctl from {base}.{state}
+{what}, made by twellctl from {base}.{state}
 
 {density}
 {sections}
@@ -46,7 +47,7 @@ model = AutoModelForCausalLM.from_pretrained({quoted})
 tokenizer = AutoTokenizer.from_pretrained({quoted})
 ```
 
-This loads the stock {stock} of transformers, which computes all neurons.{over_twell}
+This loads the stock {stock} of transformers, which computes all neurons.{stock_needs}{over_twell}
 
 With twellctl installed:
 
@@ -59,6 +60,8 @@ twellctl serve-local {word}    # OpenAI's API and a page to chat, on http://127.
 
 {engines}
 """
+_RELU = "A language model whose gated FFNs use ReLU instead of SiLU"
+_ROUNDED = "A language model whose linear layers are rounded to 4 bits, with its own activation"
 _PLAIN = """This folder is for transformers and twellctl. Most other engines, such as llama.cpp and
 mlx-lm, ignore its `hidden_act: relu`, run it with SiLU without a word, and answer with noise. Give
 them what `twellctl export {word} OUT` writes: a form that they can run."""
@@ -81,11 +84,17 @@ _OVER_TWELL = """ With
 instead, which skips the neurons that do not fire and gives the same logits up to rounding. twellctl
 need not be installed."""
 _QUANTISED = """
-All linear layers except the LM head are {title}: {numbers}.
+All linear layers except the LM head are {title}: {numbers}."""
+_ROUNDED_LATER = """
 The figures below were measured before that rounding."""
-_QUANTISED_STOCK = """ It needs the
-package {package}. With `trust_remote_code=True` it loads {ours} from this
+_STOCK_NEEDS = """ It needs the
+package {package}."""
+_QUANTISED_OWN = """ With `trust_remote_code=True` it loads {ours} from this
 folder instead, which needs neither that package nor twellctl and computes the same."""
+_ALL_NEURONS = "Every neuron is computed for every token."
+_AS_IT_IS = (
+    "Engines that read compressed-tensors, such as vLLM and SGLang, run this folder as it is."
+)
 _CONVERTED = """
 It was converted but not fine-tuned: fine-tune it before use."""
 _FITTED = """
@@ -114,17 +123,20 @@ def write_card(folder: Path, name: str, source: Path, **measured: Any) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     figures = Figures(_report(folder), **measured)
     base = config["twell"].get("source")
-    metrics = [] if scheme_of(config) else _metrics(figures)
+    scheme = scheme_of(config)
+    metrics = [] if scheme in SCHEMES.values() else _metrics(figures)
     card = _CARD.format(
         front=front_matter(name, base, source, metrics),
         name=name,
         quoted=json.dumps(name, ensure_ascii=False),
+        what=_RELU if _is_sparse(config) else _ROUNDED,
         word=word,
         base=f"[{base}](https://huggingface.co/{base})" if base else "a local model",
         state=_state(config, figures),
-        density=_density(config["twell"], figures),
+        density=_density(config["twell"], figures) if _is_sparse(config) else _ALL_NEURONS,
         sections="".join(_sections(figures)),
         stock=f"`{_stock_class(config)}`",
+        stock_needs=_STOCK_NEEDS.format(package=scheme.package) if scheme else "",
         over_twell=_over_twell(config),
         engines=_engines(config, word),
     )
@@ -141,10 +153,18 @@ def _state(config: dict[str, Any], figures: Figures) -> str:
     """What was done to the weights, beyond making the model ReLU."""
     twell, scheme = config["twell"], scheme_of(config)
     state = _QUANTISED.format(title=scheme.title, numbers=scheme.numbers) if scheme else ""
+    state += _ROUNDED_LATER if scheme in SCHEMES.values() else ""
+    if not _is_sparse(config):
+        return state
     if num_mapped := twell.get("map_neurons"):
         return _FITTED.format(map=num_mapped) + state
     is_converted = not figures.report and twell["source_act"] != "relu"
     return (_CONVERTED if is_converted else "") + state
+
+
+def _is_sparse(config: dict[str, Any]) -> bool:
+    """Whether its FFNs are ReLU, as written or in SiLU form."""
+    return config[activation_key(config)] == "relu" or is_silu_form(config["twell"])
 
 
 def _stock_class(config: dict[str, Any]) -> str:
@@ -158,9 +178,7 @@ def _over_twell(config: dict[str, Any]) -> str:
     ours = config.get("auto_map", {}).get("AutoModelForCausalLM", "").split(".")[-1]
     if not ours:
         return ""
-    if scheme := scheme_of(config):
-        return _QUANTISED_STOCK.format(ours=f"`{ours}`", package=scheme.package)
-    return _OVER_TWELL.format(ours=f"`{ours}`")
+    return (_QUANTISED_OWN if scheme_of(config) else _OVER_TWELL).format(ours=f"`{ours}`")
 
 
 def read_evaluation(path: Path, fingerprint: str) -> dict[str, Any]:
@@ -185,6 +203,8 @@ def read_evaluation(path: Path, fingerprint: str) -> dict[str, Any]:
 
 def _engines(config: dict[str, Any], word: str) -> str:
     """How others run the model of this config.json, in the folder `word`."""
+    if not _is_sparse(config):
+        return _AS_IT_IS
     if not is_silu_form(config["twell"]):
         return _PLAIN.format(word=word)
     k = least_sharpness(config["twell"])

@@ -16,8 +16,8 @@ from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import workspace_of
 from twellctl.models import checks
 from twellctl.models.defaults import completed, context_of, refuse_wrapped
-from twellctl.models.schemes import Scheme, scheme_of
-from twellctl.models.shards import TensorInfo, other_weights, read_shards
+from twellctl.models.schemes import INT4, SCHEMES, Scheme, scheme_of
+from twellctl.models.shards import TensorInfo, other_weights, read_shards, with_weights
 
 SILU = ("silu", "swish")
 GATED = (*SILU, "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "mish")
@@ -67,6 +67,12 @@ class Checkpoint:
     def own_neurons(self) -> int:
         """Neurons of each FFN without those of a map."""
         return self.ffn.intermediate_size - self.map_neurons
+
+    @property
+    def stored(self) -> dict[str, TensorInfo]:
+        """The tensors that its files hold: of packed weights their parts."""
+        parts = (part for tensor in self.tensors.values() for part in tensor.parts or (tensor,))
+        return {part.name: part for part in parts}
 
     def ffn_weights(self, layer: int) -> list[str]:
         """The names of the weights of a layer's FFN; layers count from 0."""
@@ -120,7 +126,7 @@ class Checkpoint:
 
     @property
     def scheme(self) -> Scheme | None:
-        """What the linear layers of a quantised export are stored in; None for plain floats."""
+        """What the linear layers of a quantised model are stored in; None for plain floats."""
         return scheme_of(self.config)
 
     @property
@@ -139,12 +145,14 @@ class Checkpoint:
         return twell if is_public else {k: v for k, v in twell.items() if k != "source"}
 
     def require_unquantised(self) -> None:
-        """Refuse a quantised export, whose weights are for inference only."""
+        """Refuse a quantised model, whose weights are for inference only."""
         if (scheme := self.scheme) is not None:
-            origin = self.config["twell"].get("rounded_from")
+            twell = self.config["twell"]
+            origin = twell.get("rounded_from") or twell.get("source")
+            made = "exported" if scheme in SCHEMES.values() else "made"
             raise TwellError(
                 f"{self.name} is quantised already ({scheme.title}): take the model that it was "
-                f"exported from{f', {shown(origin)}' if origin else ''}"
+                f"{made} from{f', {shown(origin)}' if origin else ''}"
             )
 
     def require_gated_source(self) -> None:
@@ -205,7 +213,9 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
         checks.refuse_quantised(name, config)
     checks.refuse_unsupported(name, config)
     tensors, shards = read_shards(name, path)
-    checks.refuse_dtypes(name, tensors, {scheme.dtype} if scheme else set())
+    if scheme is INT4:
+        tensors = with_weights(name, tensors)
+    checks.refuse_dtypes(name, tensors, set(scheme.dtypes) if scheme else set())
     refuse_wrapped(name, tensors)
     ffn = checks.ffn_shape(name, config, tensors)
     checks.compare_sizes(name, config, tensors, ffn)

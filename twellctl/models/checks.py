@@ -154,7 +154,7 @@ def ffn_shape(name: str, config: dict, tensors: dict[str, TensorInfo]) -> FfnSha
             "take a model with gate_proj, up_proj and down_proj (or gate_up_proj) in each"
         )
     if scheme := scheme_of(config):
-        return _common_shape(name, gated, (scheme.dtype,), "export the model again")
+        return _common_shape(name, gated, scheme.dtypes, "export the model again")
     return _common_shape(name, gated, FLOATS, "take a model with equal FFNs in all layers")
 
 

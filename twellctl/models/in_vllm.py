@@ -3,7 +3,7 @@
 This imports no vLLM; the plugin itself is `twellctl/vllm`.
 """
 
-from twellctl.bundle.twell_config import stays_silu
+from twellctl.bundle.twell_config import rounded_kind, stays_silu
 
 # vLLM's classes that the plugin stands in for; each has gate_up_proj and down_proj in its layers.
 ARCHITECTURES = (
@@ -20,5 +20,5 @@ def is_served_over_twell(config: dict) -> bool:
     """Whether the plugin takes an export with this config.json: one with a profile."""
     (name, *_) = config.get("architectures") or [""]
     twell = config["twell"]
-    plain = not any(map(stays_silu, twell.get("sharpness", [])))
+    plain = not any(map(stays_silu, twell.get("sharpness", []))) and rounded_kind(config) != "int4"
     return name in ARCHITECTURES and "densities" in twell and plain

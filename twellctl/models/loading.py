@@ -30,6 +30,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as hf_logging
 
+from twellctl.bundle.twell_int4 import expand, unpack
 from twellctl.bundle.twell_model import read_as_relu
 from twellctl.errors import TwellError, bounded, reason
 from twellctl.files.home import from_home
@@ -39,6 +40,7 @@ from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.checks import ACTIVATION_KEYS, HEAD, TIE
 from twellctl.models.quantised import config_with_own_layers
 from twellctl.models.schemes import scheme_of
+from twellctl.models.shards import TensorInfo
 from twellctl.models.silu_form import factors, scaled, undo
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
@@ -111,19 +113,31 @@ def skeleton(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def opened(checkpoint: Checkpoint) -> Iterator[Callable[..., Tensor]]:
-    """A function that reads a tensor of the plain ReLU model, or some of its rows, on the CPU."""
-    form = form_factors(checkpoint)
+def opened(checkpoint: Checkpoint, packed: bool = False) -> Iterator[Callable[..., Tensor]]:
+    """A function that reads a tensor of the plain ReLU model, or some of its rows, on the CPU.
+
+    `packed`: by the names of what is stored, where weights are packed their parts.
+    """
+    tensors = checkpoint.stored if packed else checkpoint.tensors
+    form = form_factors(checkpoint, tensors)
     with contextlib.ExitStack() as files:
         shards = {
             shard: files.enter_context(safe_open(checkpoint.path / shard, framework="pt"))
             for shard in checkpoint.shards
         }
 
-        def read(name: str, rows: slice = slice(None)) -> Tensor:
-            shard, is_whole = shards[checkpoint.tensors[name].shard], rows == slice(None)
+        def stored(tensor: TensorInfo, rows: slice) -> Tensor:
+            shard, name = shards[tensor.shard], tensor.name
             # of one number there are no slices
-            tensor = shard.get_tensor(name) if is_whole else shard.get_slice(name)[rows]
+            return shard.get_tensor(name) if rows == slice(None) else shard.get_slice(name)[rows]
+
+        def read(name: str, rows: slice = slice(None)) -> Tensor:
+            info = tensors[name]
+            if info.parts:
+                packed, scales = (stored(part, rows) for part in info.parts[:2])
+                tensor = expand(unpack(packed), scales)
+            else:
+                tensor = stored(info, rows)
             if (factor := form.get(name)) is None:
                 return tensor
             return scaled(tensor, 1 / (factor[rows] if len(factor) > 1 else factor))
@@ -132,19 +146,24 @@ def opened(checkpoint: Checkpoint) -> Iterator[Callable[..., Tensor]]:
 
 
 def read_tensors(
-    checkpoint: Checkpoint, names: Iterable[str] | None = None
+    checkpoint: Checkpoint, names: Iterable[str] | None = None, packed: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the plain ReLU model, all or those of `names`, read one at a time."""
-    with opened(checkpoint) as read:
-        for name in checkpoint.tensors if names is None else names:
+    """Names and tensors of the plain ReLU model, all or those of `names`, read one at a time.
+
+    `packed` as in `opened`.
+    """
+    everything = checkpoint.stored if packed else checkpoint.tensors
+    with opened(checkpoint, packed) as read:
+        for name in everything if names is None else names:
             yield name, read(name)
 
 
-def form_factors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+def form_factors(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """The `factors` of a folder in SiLU form, by which its tensors are divided; else none."""
     if not checkpoint.silu_form:
         return {}
-    return factors(checkpoint.tensors, checkpoint.silu_form, checkpoint.ffn.intermediate_size)
+    names = checkpoint.tensors if names is None else names
+    return factors(names, checkpoint.silu_form, checkpoint.ffn.intermediate_size)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

@@ -19,6 +19,7 @@ from twellctl.bundle.twell_rounded_linear import (
 )
 from twellctl.errors import TwellError
 from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.layers import ffn_layers
 from twellctl.models.schemes import Scheme
 
 _WEIGHT = ".weight"
@@ -34,6 +35,13 @@ def kept_layers(model: PreTrainedModel) -> list[str]:
     head = model.get_output_embeddings()
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
     return [name for name, linear in linears if linear is head or type(linear) is not nn.Linear]
+
+
+def linears_outside_of_layers(model: PreTrainedModel) -> list[str]:
+    """Names of the linear layers that no decoder layer holds, such as the LM head."""
+    inside = {id(m) for layer in ffn_layers(model) for m in layer.modules()}
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return [name for name, linear in linears if id(linear) not in inside]
 
 
 def rounded_layers(checkpoint: Checkpoint, model: PreTrainedModel) -> frozenset[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from twellctl.bundle.twell_config import PACKED, PACKED_IN_ONE, PACKED_PARTS
 from twellctl.errors import TwellError, reason
 from twellctl.files.strict_json import read_json
 
@@ -22,12 +23,17 @@ OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a safetensors file, the `shard`; its dtype as safetensors spells it."""
+    """One tensor of a safetensors file, the `shard`; its dtype as safetensors spells it.
+
+    `parts`: the tensors, in their shards, that a weight is stored as if it is packed; then its
+    dtype and shape are those that it has once it is unpacked.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     shard: str
+    parts: tuple["TensorInfo", ...] = ()
 
 
 def read_shards(name: str, path: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
@@ -62,6 +68,41 @@ def read_shards(name: str, path: Path) -> tuple[dict[str, TensorInfo], tuple[str
                 f"{path / shard} lacks {tensor}, which {INDEX} puts there: fetch both again"
             )
     return tensors, shards
+
+
+def with_weights(name: str, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """`tensors` with a weight in the place of the parts of each that is packed in 4 bits.
+
+    `TwellError` where parts are missing or do not belong together.
+    """
+    layers = [stored.removesuffix(PACKED) for stored in tensors if stored.endswith(PACKED)]
+    parts = {layer: [tensors.get(layer + end) for end in PACKED_PARTS] for layer in layers}
+    made = {}
+    for stored, tensor in tensors.items():
+        layer, _, end = stored.rpartition(".")
+        if layer not in parts or f".{end}" not in PACKED_PARTS:
+            made[stored] = tensor
+        elif f".{end}" == PACKED:
+            weight = _packed_weight(f"{layer}.weight", parts[layer])
+            if weight is None:
+                raise TwellError(
+                    f"{name}: {layer} lacks its scales or its shape, or they are not those of "
+                    f"{stored}: fetch its safetensors files again"
+                )
+            made[weight.name] = weight
+    return made
+
+
+def _packed_weight(name: str, parts: list[TensorInfo | None]) -> TensorInfo | None:
+    there = tuple(part for part in parts if part is not None)
+    if len(there) < len(parts) or [len(part.shape) for part in there] != [2, 2, 1]:
+        return None
+    packed, scale, _ = there
+    (N, eights), (rows, groups) = packed.shape, scale.shape
+    K = eights * PACKED_IN_ONE
+    if rows != N or not groups or K % groups or packed.dtype != "I32":
+        return None
+    return TensorInfo(name, scale.dtype, (N, K), packed.shard, there)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

@@ -6,7 +6,7 @@ from typing import Any
 from twellctl.errors import TwellError, counted
 from twellctl.models.schemes import SCHEMES
 from twellctl.screens import ui
-from twellctl.screens.measure import of_own
+from twellctl.screens.measure import of_bytes, of_own
 
 
 def fitting(done: int, total: int, differ: float, left: float) -> None:
@@ -49,15 +49,14 @@ def _fitted_model(done: Any) -> None:
 
     fitted, held_out = done.fitted, done.fitted.held_out
     ui.say(
-        f"{done.out}: {_size(done)} and a map of rank {fitted.map_neurons}, {done.source_act} -> "
-        f"relu, fitted on {fitted.tokens} tokens in {ui.duration(fitted.seconds)}"
+        f"{done.out}: {_size(done)}{_changes(done)}, fitted on {fitted.tokens} tokens in "
+        f"{ui.duration(fitted.seconds)}"
         + (f", {counted(fitted.kept, 'layer')} kept from before" if fitted.kept else "")
     )
-    read = fitted.share_read(done.intermediate_size)
-    ui.say(
-        f"{fitted.density:.2%} of the neurons fire for a token; a step of one token reads "
-        f"{read:.0%} of the weights that the FFNs had"
-    )
+    if done.is_relu:
+        ui.say(f"{fitted.density:.2%} of the neurons fire for a token")
+    if done.bytes_read is not None:  # of several processes the first knows
+        ui.say(of_bytes(done.bytes_read, done.source_bytes_read, "its source"))
     if fitted.density > MET * fitted.wanted:
         ui.note(
             f"the target of {fitted.wanted:.2%} density was not met: fit on more text, or ask for "
@@ -75,13 +74,20 @@ def _fitted_model(done: Any) -> None:
         )
 
 
+def _changes(done: Any) -> str:
+    """What was changed in a fitted model."""
+    to_relu = f" and a map of rank {done.fitted.map_neurons}, {done.source_act} -> relu"
+    rounded = f", linear layers in {done.bits} bits" if done.bits else ""
+    return (to_relu if done.is_relu else "") + rounded
+
+
 def _fitted_layers(fitted: Any) -> None:
     """A table: errors are shares of the squared output, and so is what the map contributes."""
     rows = [
         [
             str(index),
             f"{layer.fires:.2%}",
-            f"{layer.error_swapped:.2%}",
+            "-" if layer.error_swapped is None else f"{layer.error_swapped:.2%}",
             f"{layer.error:.2%}",
             f"{layer.map_share:.1%}",
             f"{layer.states_differ:.3f}",

@@ -68,6 +68,8 @@ def evaluated(result: Any) -> None:
     """The figures of an `Evaluation`, what users will notice first."""
     if result.verdict is not None:
         ui.say(f"{result.model}: {result.verdict}")
+    if result.bytes_read is not None:
+        ui.say(of_bytes(result.bytes_read, result.reference_bytes_read, "the reference"))
     if result.text is not None:
         _text(result)
     if result.answers is not None:
@@ -76,6 +78,14 @@ def evaluated(result: Any) -> None:
         _tasks(result, choices)
     if written := [task for task in result.tasks if task.kind != "choices"]:
         _written(result, written)
+
+
+def of_bytes(own: int, other: int | None, which: str) -> str:
+    """What a step of one token reads of weights, beside what another model reads."""
+    said = f"a step of one token reads {own / 1e6:.1f} MB of linear layers in its blocks"
+    if not other:
+        return said
+    return f"{said}, {own / other:.1%} of what {which} reads"
 
 
 def answered(score: Any) -> None:

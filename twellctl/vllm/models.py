@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_world_group
 from vllm.model_executor.layers.activation import SiluAndMul
 
-from twellctl.bundle.twell_config import density_with_map, stays_silu
+from twellctl.bundle.twell_config import density_with_map
 from twellctl.errors import TwellError
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.in_vllm import ARCHITECTURES, DENSELY
@@ -24,7 +24,7 @@ from twellctl.vllm import stock_models
 from twellctl.vllm.ffn import TwellFFN
 from twellctl.vllm.fp8_ffn import TwellFp8FFN
 from twellctl.vllm.plans import Planned, densely_in_fp8, plan_layers
-from twellctl.vllm.refusals import check_served, check_version
+from twellctl.vllm.refusals import check_served, check_version, why_densely
 
 logger = logging.getLogger("vllm.twellctl")  # a name of vLLM's, so that its handlers take it
 
@@ -39,19 +39,20 @@ class _OverTwell:
         if not hasattr(config, "twell"):
             build()
             return
-        check_version(vllm.__version__)
-        check_served(
-            model_config.model,
-            config,
-            quantized=vllm_config.quant_config is not None,
-            lora=vllm_config.lora_config is not None,
-        )
+        why = why_densely(config)
+        if why is None:
+            check_version(vllm.__version__)
+            check_served(
+                model_config.model,
+                config,
+                quantized=vllm_config.quant_config is not None,
+                lora=vllm_config.lora_config is not None,
+            )
         build()
-        if any(map(stays_silu, config.twell["sharpness"])):
-            why = "some of its neurons are SiLU, and fire for every token"
-            _say(logging.WARNING, f"{model_config.model} runs densely, by vLLM's own class: {why}")
-        else:
+        if why is None:
             put_over_twell(self, config.twell, vllm_config)
+        else:
+            _say(logging.WARNING, f"{model_config.model} runs densely, by vLLM's own class: {why}")
 
 
 class _Densely:

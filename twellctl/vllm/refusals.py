@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from twellctl.bundle.twell_config import check_twell, is_silu_form, rounded_kind
+from twellctl.bundle.twell_config import check_twell, is_silu_form, rounded_kind, stays_silu
 from twellctl.errors import TwellError
 from twellctl.models.in_vllm import DENSELY
 
@@ -36,10 +36,8 @@ def check_served(model: str, config: Any, *, quantized: bool, lora: bool) -> Non
         raise TwellError(
             f"{model}: its config.json is not that of a ReLU model written as SiLU: export it again"
         )
-    stored = getattr(config, "quantization_config", None)
-    as_read = vars(config) | {"quantization_config": _as_read(stored)}
-    is_rounded = rounded_kind(as_read) is not None
-    if stored and not is_rounded:
+    is_rounded = _kind_of(config) is not None
+    if getattr(config, "quantization_config", None) and not is_rounded:
         raise TwellError(
             f"{model}: in config.json quantization_config is not that of an export: export it again"
         )
@@ -54,8 +52,20 @@ def check_served(model: str, config: Any, *, quantized: bool, lora: bool) -> Non
         raise TwellError(f"{model}: exports do not support adapters: drop --enable-lora, {densely}")
 
 
-def _as_read(quantization_config: Any) -> Any:
-    """As config.json has it."""
-    if not isinstance(quantization_config, dict):
-        return quantization_config
-    return {key: value for key, value in quantization_config.items() if key not in _ADDED}
+def why_densely(config: Any) -> str | None:
+    """Why the plugin leaves a model of ours with this `config` to vLLM's own class; None: it does
+    not."""
+    if _kind_of(config) == "int4":
+        return "its weights are in 4 bits"
+    sharpness = config.twell.get("sharpness") if isinstance(config.twell, dict) else None
+    if any(map(stays_silu, sharpness if isinstance(sharpness, list) else [])):
+        return "some of its neurons are SiLU, and fire for every token"
+    return None
+
+
+def _kind_of(config: Any) -> str | None:
+    """To which kind its weights are rounded, by what config.json had."""
+    stored = getattr(config, "quantization_config", None)
+    if isinstance(stored, dict):
+        stored = {key: value for key, value in stored.items() if key not in _ADDED}
+    return rounded_kind(vars(config) | {"quantization_config": stored})

@@ -1,0 +1,199 @@
+"""convert --bits 4: weights rounded inside the fit, against stock readers and plain torch."""
+
+import functools
+import json
+import shutil
+
+import pytest
+import torch
+from edits import weights_in
+from safetensors.torch import load_file
+from test_fit import FAMILIES, QUICK
+from transformers import AutoModelForCausalLM
+
+from twellctl.bundle.twell_int4 import expand, pack, unpack
+from twellctl.convert import convert
+from twellctl.errors import TwellError, UsageError
+from twellctl.evaluate import evaluate
+from twellctl.export import export
+from twellctl.finetune import finetune
+from twellctl.fitting.rounding import Grid
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model, load_tokenizer, quiet_transformers, read_tensors
+
+pytestmark = pytest.mark.usefixtures("no_answers")
+
+ROUND = QUICK | {"bits": 4, "group_size": 16}
+
+
+@pytest.fixture(scope="module")
+def rounded(make_model, text_file, tmp_path_factory):
+    """`rounded(family, **settings)`: (source, folder, what `convert` returned); read only."""
+
+    @functools.cache
+    def fit(family="llama", **settings):
+        source = make_model(family, **FAMILIES[family])
+        out = tmp_path_factory.mktemp("rounded") / "out"
+        done = convert(source, out, data=[str(text_file)], **ROUND | settings)
+        return source, out, done
+
+    return fit
+
+
+def test_codes_are_packed_as_they_are_unpacked():
+    codes = torch.randint(-8, 8, (5, 24), dtype=torch.int8)
+    packed = pack(codes)
+    assert packed.dtype == torch.int32
+    assert packed.shape == (5, 3)
+    assert torch.equal(unpack(packed), codes)
+    first = sum((int(code) + 8) << 4 * i for i, code in enumerate(codes[0, :8]))
+    assert int(packed[0, 0]) % 2**32 == first
+
+
+def test_a_weight_is_code_times_the_scale_of_its_group():
+    codes = torch.tensor([[-8, 7, 1, 0]], dtype=torch.int8)
+    scales = torch.tensor([[0.5, -2.0]], dtype=torch.bfloat16)
+    assert expand(codes, scales).tolist() == [[-4.0, 3.5, -2.0, 0.0]]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2", "gemma2"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_reader_of_the_format_and_ours_load_the_same_weights(rounded, family, keep):
+    pytest.importorskip("compressed_tensors", reason="the reader of this format")
+    _, out, _ = rounded(family, keep_activation=keep)
+    with quiet_transformers():
+        stock = AutoModelForCausalLM.from_pretrained(out)
+        ours = load_model(open_checkpoint(out))
+        ids = torch.arange(1, 9)[None]
+        given = ours(ids).logits, stock(ids).logits
+    torch.testing.assert_close(*given, rtol=1e-4, atol=1e-4)
+
+
+def test_every_linear_layer_of_the_blocks_is_packed_and_nothing_else(rounded):
+    source, out, done = rounded()
+    tensors, before = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")
+    linears = {
+        n.removesuffix(".weight") for n, t in before.items() if ".layers." in n and t.dim() == 2
+    }
+    assert len(linears) == 14
+    for layer in linears:
+        packed, scale = tensors[f"{layer}.weight_packed"], tensors[f"{layer}.weight_scale"]
+        N, K = tensors[f"{layer}.weight_shape"].tolist()
+        assert packed.shape == (N, K // 8)
+        assert scale.shape == (N, K // 16)
+        assert f"{layer}.weight" not in tensors
+    for name in tensors.keys() & before.keys():
+        if ".mlp." not in name:  # whose biases are fitted
+            assert torch.equal(tensors[name], before[name])
+    config = json.loads((out / "config.json").read_text())
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["group_size"]) == (4, 16)
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    assert done.fitted.map_neurons == 16
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_was_measured_is_what_the_folder_computes(rounded, text_file, keep):
+    """KL to the source on text, as the fit held it out and as `eval` finds it."""
+    source, out, done = rounded(keep_activation=keep)
+    judged = evaluate(out, data=[str(text_file)], reference=source, seq_len=32, max_tokens=512)
+    assert judged.text.score.kl == pytest.approx(done.fitted.held_out.kl, rel=0.5)
+    assert done.fitted.density == (1.0 if keep else pytest.approx(judged.text.density, abs=0.1))
+
+
+def test_the_model_itself_is_rounded_better_by_sums_than_to_the_nearest(rounded, text_file):
+    source, out, _ = rounded(keep_activation=True)
+    nearest = load_model(open_checkpoint(source))
+    for name, module in nearest.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.weight.data = Grid(16, torch.float32).nearest(module.weight.data).weight
+    tokenizer = load_tokenizer(open_checkpoint(source))
+    ids = tokenizer(text_file.read_text(), return_tensors="pt").input_ids[0, :2048].view(-1, 32)
+    by_sums = load_model(open_checkpoint(out))
+    first = load_model(open_checkpoint(source))
+    with torch.no_grad():
+        wanted = first(ids).logits.log_softmax(-1)
+        kl = [
+            float((wanted.exp() * (wanted - m(ids).logits.log_softmax(-1))).sum(-1).mean())
+            for m in (by_sums, nearest)
+        ]
+    assert kl[0] < 0.8 * kl[1]
+
+
+def test_a_killed_run_ends_in_the_same_bits(rounded, text_file, tmp_path, monkeypatch):
+    source, out, _ = rounded()
+    again = tmp_path / "out"
+    how = {"data": [str(text_file)], **ROUND}
+
+    def stop(done, total, differ, left):
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, again, progress=stop, **how)
+    done = convert(source, again, **how)
+    assert done.fitted.kept == 1
+    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_an_export_has_its_silu_form_in_the_scales(rounded, tmp_path):
+    _, out, _ = rounded()
+    export(out, tmp_path / "export")
+    plain, form = (load_file(path / "model.safetensors") for path in (out, tmp_path / "export"))
+    assert plain.keys() == form.keys()
+    gate, down = ".mlp.gate_proj.weight_scale", ".mlp.down_proj.weight_scale"
+    changed = {n for n in plain if not torch.equal(plain[n], form[n])}
+    assert {n.partition(".layers.")[2][1:] for n in changed} >= {gate, down}
+    assert all(n.endswith(("weight_scale", "bias")) for n in changed)
+    one, other = open_checkpoint(out), open_checkpoint(tmp_path / "export")
+    for (name, a), (_, b) in zip(read_tensors(one), read_tensors(other), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_an_export_runs_over_its_own_code_and_saves_bf16(rounded, tmp_path):
+    _, out, _ = rounded()
+    export(out, tmp_path / "export")
+    with quiet_transformers():
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True)
+        plain = load_model(open_checkpoint(out))
+        ids = torch.arange(1, 9)[None]
+        torch.testing.assert_close(ours(ids).logits, plain(ids).logits, rtol=1e-3, atol=1e-3)
+        ours.save_pretrained(tmp_path / "saved")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+        torch.testing.assert_close(again(ids).logits, ours(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"group_size": 16}, "group-size is for rounded weights: add --bits 4"),
+        ({"keep_activation": True}, "keep-activation is for rounded weights: add --bits 4"),
+        ({"bits": 3}, "bits must be"),
+        ({"bits": 4, "group_size": 64}, r"layers \(32, 112\), got 64: take 16"),
+        ({"bits": 4, "group_size": 12}, r"multiple of 8 .* got 12: take 16"),
+    ],
+)
+def test_settings_that_do_not_go_together(make_model, text_file, tmp_path, settings, said):
+    with pytest.raises(UsageError, match=said):
+        convert(make_model("llama"), tmp_path / "out", data=[str(text_file)], **QUICK | settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_changes_weights_refuses_it(rounded, text_file, tmp_path):
+    _, out, _ = rounded()
+    for refuse in (
+        lambda: finetune(out, tmp_path / "a", data=[str(text_file)]),
+        lambda: convert(out, tmp_path / "b"),
+        lambda: export(out, tmp_path / "c", quantize="fp8"),
+    ):
+        with pytest.raises(TwellError, match=r"is quantised already \(4 bits\): take the model"):
+            refuse()
+
+
+def test_parts_that_do_not_belong_together_are_refused(rounded, tmp_path):
+    _, out, _ = rounded()
+    folder = shutil.copytree(out, tmp_path / "out")
+    with weights_in(folder) as tensors:
+        del tensors["model.layers.0.mlp.up_proj.weight_scale"]
+    with pytest.raises(TwellError, match=r"up_proj lacks its scales or its shape"):
+        open_checkpoint(folder)
