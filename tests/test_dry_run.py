@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import re
 import warnings
 from dataclasses import replace
@@ -61,6 +62,14 @@ def test_rate_and_sizes_are_those_of_the_run(relu_llama, text_file):
     parameters = sum(tensor.numel() for tensor in weights(relu_llama).values())
     assert found.num_trained == parameters + 2 * 96  # and a shift a neuron
     assert found.changes == {}
+
+
+def test_one_slow_step_on_a_cpu_is_enough(relu_llama, text_file, monkeypatch):
+    monkeypatch.setattr(module, "SLOW", 0.0)
+    notes = []
+    found = dry_run(relu_llama, small(text_file), doing=notes.append)
+    assert notes[2:] == ["taking step 1 of 5 to measure"]
+    assert 0 < found.tokens_per_second < math.inf
 
 
 def test_epochs_are_about_the_steps_of_the_run(relu_llama, text_file):

@@ -45,6 +45,7 @@ from twellctl.training.teacher import choose_teacher
 from twellctl.training.trainer import SparseTrainer
 
 STEPS = 5
+SLOW = 30.0  # seconds of a step; after such a one on a CPU, which compiles nothing, none follows
 
 
 @dataclass(frozen=True)
@@ -314,8 +315,9 @@ class _Clock(TrainerCallback):
         self._began = 0.0
 
     def step_seconds(self) -> float:
-        """The median time of a step with its one or two parts, without the first step."""
-        return statistics.median(b - a for a, b in itertools.pairwise(self.ends))
+        """The median time of a step with its one or two parts, without the first of several."""
+        later = [b - a for a, b in itertools.pairwise(self.ends)]
+        return statistics.median(later or [self.ends[0] - self._began])
 
     def part_seconds(self) -> float:
         """The median time of a part before the last, forward and backward; 0 with one part."""
@@ -332,6 +334,8 @@ class _Clock(TrainerCallback):
         self.trainer.finish_step(False)  # reads what the step found, so it waits for the device
         self.ends.append(_now())
         control.should_save = False
+        if not torch.cuda.is_available() and PartialState().num_processes == 1:
+            control.should_training_stop |= self.ends[-1] - self._began > SLOW
 
 
 def _now() -> float:
