@@ -77,7 +77,8 @@ def fit_layer(
         ffn, full_map = take_steps(ffn, full_map, direction, text, fired, how.steps, how.grid)
         ffn = ffn.rounded(how.dtype)
     if codes is not None:
-        return _rounded_layer(ffn, full_map, codes, text, how)
+        gates = _rounded_gates(ffn, gram, how)
+        return _rounded_layer(ffn, gates, full_map, codes, text, how)
     products, fired = _products(ffn, full_map, direction, text)
     return _with_map(ffn, full_map, direction, products, how), fired
 
@@ -165,13 +166,28 @@ def _with_map(
     return replace(ffn, down=down).with_map(direction, map_up, map_down).rounded(how.dtype)
 
 
-def _rounded_layer(
-    ffn: GatedFfn, full_map: Tensor, direction: Codes, text: FfnText, how: HowToFit
-) -> tuple[RoundedFfn, float]:
-    """The same on the grid: gate and up to the nearest, as steps have seen them; then the map's
-    inputs, and down and the map's outputs by what those before them give."""
+def _rounded_gates(ffn: GatedFfn, gram: Tensor, how: HowToFit) -> tuple[Codes, Codes]:
+    """Gate and up on the grid: to the nearest where steps have seen them so, else by the sums of
+    what they read, `gram` `[K, K]`."""
     assert how.grid is not None
-    gate, up = how.grid.nearest(ffn.gate), how.grid.nearest(ffn.up)
+    if how.steps is not None:
+        return how.grid.nearest(ffn.gate), how.grid.nearest(ffn.up)
+    both = how.grid.by_sums(torch.cat([ffn.gate, ffn.up]), gram, how.ridge)
+    return both.halves()
+
+
+def _rounded_layer(
+    ffn: GatedFfn,
+    gates: tuple[Codes, Codes],
+    full_map: Tensor,
+    direction: Codes,
+    text: FfnText,
+    how: HowToFit,
+) -> tuple[RoundedFfn, float]:
+    """The FFN of gates and ups that are rounded: the map's inputs are rounded, and then down with
+    the map's outputs, each by what those before it give."""
+    assert how.grid is not None
+    gate, up = gates
     ffn = replace(ffn, gate=gate.weight, up=up.weight)
     products, fired = _products(ffn, full_map, direction.weight[0], text)
     N, size = len(ffn.gate), ffn.down.square().mean().sqrt()

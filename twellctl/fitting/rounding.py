@@ -38,6 +38,11 @@ class Codes:
         """Its one row, `count` times."""
         return Codes(self.codes.expand(count, -1), self.scales.expand(count, -1))
 
+    def halves(self) -> tuple["Codes", "Codes"]:
+        """The first half of its rows, and the second."""
+        codes, scales = self.codes.chunk(2), self.scales.chunk(2)
+        return Codes(codes[0], scales[0]), Codes(codes[1], scales[1])
+
     @staticmethod
     def joined(*parts: "Codes") -> "Codes":
         """The rows of all `parts`."""
