@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from edits import weights_in
+from edits import json_in, weights_in
 from safetensors.torch import load_file
 from test_fit import FAMILIES, QUICK
 from transformers import AutoModelForCausalLM
@@ -190,10 +190,57 @@ def test_what_changes_weights_refuses_it(rounded, text_file, tmp_path):
             refuse()
 
 
-def test_parts_that_do_not_belong_together_are_refused(rounded, tmp_path):
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "said"),
+    [
+        ("weight_scale", None, "up_proj lacks its scales or its shape"),
+        ("weight_shape", None, "up_proj lacks its scales or its shape"),
+        ("weight_shape", torch.tensor([5, 5]), r"says \[5, 5\], its weight is \[112, 32\]"),
+        ("weight_shape", torch.tensor([112.0, 32.0]), "up_proj lacks its scales or its shape"),
+        ("weight_packed", torch.zeros(9, 4, dtype=torch.int32), "they are not those of"),
+        ("weight_packed", torch.zeros(112, 4, dtype=torch.int64), "they are not those of"),
+        ("weight_scale", torch.zeros(112, 4), "8 inputs share a scale, .* group_size 16: fetch"),
+        ("weight_scale", torch.zeros(112, 2, dtype=torch.int32), r"\[112, 32\] of I32"),
+        ("weight_scale", torch.full((112, 2), torch.nan), "up_proj.weight holds NaN"),
+        ("weight", torch.zeros(112, 32), "or it has a weight, too"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(rounded, tmp_path, part, changed, said):
     _, out, _ = rounded()
     folder = shutil.copytree(out, tmp_path / "out")
     with weights_in(folder) as tensors:
-        del tensors["model.layers.0.mlp.up_proj.weight_scale"]
-    with pytest.raises(TwellError, match=r"up_proj lacks its scales or its shape"):
+        tensors.pop(f"{UP}.{part}", None)
+        if changed is not None:
+            tensors[f"{UP}.{part}"] = changed
+    with pytest.raises(TwellError, match=said):
+        load_model(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("group_size", 32, "16 inputs share a scale, by config.json's group_size 32"),
+        ("num_bits", 8, r"is quantised \(compressed-tensors\): take the original"),
+        ("symmetric", False, r"is quantised \(compressed-tensors\): take the original"),
+        ("actorder", "group", r"is quantised \(compressed-tensors\): take the original"),
+    ],
+)
+def test_a_config_that_says_otherwise_is_refused(rounded, tmp_path, key, value, said):
+    _, out, _ = rounded()
+    folder = shutil.copytree(out, tmp_path / "out")
+    with json_in(folder / "config.json") as config:
+        config["quantization_config"]["config_groups"]["group_0"]["weights"][key] = value
+    with pytest.raises(TwellError, match=said):
+        open_checkpoint(folder)
+
+
+def test_the_int4_model_of_somebody_else_is_refused(rounded, tmp_path):
+    _, out, _ = rounded(keep_activation=True)
+    folder = shutil.copytree(out, tmp_path / "out")
+    with json_in(folder / "config.json") as config:
+        del config["twell"]
+    with pytest.raises(TwellError, match=r"is quantised \(compressed-tensors\): take the original"):
         open_checkpoint(folder)

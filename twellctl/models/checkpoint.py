@@ -214,7 +214,8 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
     checks.refuse_unsupported(name, config)
     tensors, shards = read_shards(name, path)
     if scheme is INT4:
-        tensors = with_weights(name, tensors)
+        group_size = twell_config.group_size_of(config["quantization_config"])
+        tensors = with_weights(name, path, tensors, group_size)
     checks.refuse_dtypes(name, tensors, set(scheme.dtypes) if scheme else set())
     refuse_wrapped(name, tensors)
     ffn = checks.ffn_shape(name, config, tensors)

@@ -1,6 +1,6 @@
 """The safetensors files of a model folder, and the tensors in each, read without torch.
 
-Only headers are read.
+Only headers are read, and the shapes that are stored with packed weights.
 """
 
 import os
@@ -70,10 +70,13 @@ def read_shards(name: str, path: Path) -> tuple[dict[str, TensorInfo], tuple[str
     return tensors, shards
 
 
-def with_weights(name: str, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """`tensors` with a weight in the place of the parts of each that is packed in 4 bits.
+def with_weights(
+    name: str, path: Path, tensors: dict[str, TensorInfo], group_size: int | None
+) -> dict[str, TensorInfo]:
+    """`tensors` of the folder `path` with a weight in the place of the parts of each packed one.
 
-    `TwellError` where parts are missing or do not belong together.
+    `TwellError` where parts are missing or do not belong together, where a weight is there twice,
+    and where not `group_size` inputs share a scale, as config.json has it.
     """
     layers = [stored.removesuffix(PACKED) for stored in tensors if stored.endswith(PACKED)]
     parts = {layer: [tensors.get(layer + end) for end in PACKED_PARTS] for layer in layers}
@@ -84,25 +87,51 @@ def with_weights(name: str, tensors: dict[str, TensorInfo]) -> dict[str, TensorI
             made[stored] = tensor
         elif f".{end}" == PACKED:
             weight = _packed_weight(f"{layer}.weight", parts[layer])
-            if weight is None:
+            if weight is None or weight.name in tensors:
                 raise TwellError(
                     f"{name}: {layer} lacks its scales or its shape, or they are not those of "
-                    f"{stored}: fetch its safetensors files again"
+                    f"{stored}, or it has a weight, too: fetch its safetensors files again"
                 )
+            _check_group_size(name, weight, group_size)
             made[weight.name] = weight
+    _check_shapes(path, [weight for weight in made.values() if weight.parts])
     return made
+
+
+def _check_shapes(path: Path, weights: list[TensorInfo]) -> None:
+    """`TwellError` unless the shapes stored with packed weights, which others use, are theirs."""
+    for shard in {weight.parts[2].shard for weight in weights}:
+        with safe_open(path / shard, framework="np") as file:
+            for weight in weights:
+                if (shape := weight.parts[2]).shard != shard:
+                    continue
+                if (said := file.get_tensor(shape.name).tolist()) != list(weight.shape):
+                    raise TwellError(
+                        f"{path / shard}: {shape.name} says {said}, its weight is "
+                        f"{list(weight.shape)}: fetch it again"
+                    )
 
 
 def _packed_weight(name: str, parts: list[TensorInfo | None]) -> TensorInfo | None:
     there = tuple(part for part in parts if part is not None)
     if len(there) < len(parts) or [len(part.shape) for part in there] != [2, 2, 1]:
         return None
-    packed, scale, _ = there
+    packed, scale, shape = there
     (N, eights), (rows, groups) = packed.shape, scale.shape
     K = eights * PACKED_IN_ONE
-    if rows != N or not groups or K % groups or packed.dtype != "I32":
+    dtypes = packed.dtype, shape.dtype
+    if rows != N or not groups or K % groups or dtypes != ("I32", "I64"):
         return None
     return TensorInfo(name, scale.dtype, (N, K), packed.shard, there)
+
+
+def _check_group_size(name: str, weight: TensorInfo, wanted: int | None) -> None:
+    found = weight.shape[1] // weight.parts[1].shape[1]
+    if found != wanted:
+        raise TwellError(
+            f"{name}: in {weight.parts[1].name} {found} inputs share a scale, by config.json's "
+            f"group_size {wanted}: fetch config.json and weights again, from one place"
+        )
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
