@@ -19,14 +19,14 @@ from twellctl.files.home import from_home
 from twellctl.files.outputs import claimed
 from twellctl.files.strict_json import json_text
 from twellctl.fitting.settings import Fit, Progress
-from twellctl.fitting.source import group_size_of, open_source
+from twellctl.fitting.source import group_size_for, open_source
 from twellctl.models.bytes_read import bytes_read
 from twellctl.models.card import write_card
 from twellctl.models.carried import copy_side_files, copy_weights, has_chat_template, write_config
 from twellctl.models.checkpoint import FIT_FILE, Checkpoint, open_checkpoint
 from twellctl.models.schemes import INT4
 from twellctl.report.notebook import Shown
-from twellctl.settings import chosen
+from twellctl.settings import chosen, flag_name
 from twellctl.text.reading import text_files
 from twellctl.training.recipe import run_folder
 
@@ -83,7 +83,7 @@ def convert(
     if fit.data:
         return _fitted(model, out, fit, revision, overwrite, doing, progress)
     if given := settings.keys() - {"data"}:
-        raise UsageError(f"{min(given)} is for a fit: give it text with data")
+        raise UsageError(f"{flag_name(min(given))} is for a fit: give it text with data")
     with claimed(out, overwrite=overwrite, inputs=(from_home(model),)) as claim:
         checkpoint = open_source(model, revision, fit)
         with claim.staged() as stage:
@@ -199,7 +199,7 @@ def _quantization_config(checkpoint: Checkpoint, fit: Fit) -> dict[str, Any]:
     from twellctl.models.quantised import linears_outside_of_layers
 
     kept = linears_outside_of_layers(skeleton(checkpoint))
-    return INT4.quantization_config(kept, group_size_of(checkpoint, fit))
+    return INT4.quantization_config(kept, group_size_for(checkpoint, fit))
 
 
 def _result(

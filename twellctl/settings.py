@@ -175,5 +175,7 @@ def _check_bounds(number: float, bounds: Bounds) -> None:
         return
     is_percent = bounds[-1][1] == 1 < number <= 100  # of a share
     as_share = f" ({number:g} % is {number / 100:g})" if is_percent else ""
+    only = {bound for _, bound in bounds} if len(bounds) > 1 else set()
     wanted = " and ".join(f"{sign} {bound}" for sign, bound in bounds)
+    wanted = str(bounds[0][1]) if len(only) == 1 else wanted
     raise ValueError(f"must be {wanted}{as_share}")

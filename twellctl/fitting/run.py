@@ -21,7 +21,7 @@ from twellctl.fitting.relu import ReluMethod
 from twellctl.fitting.rounded import RoundingMethod
 from twellctl.fitting.rounding import Grid
 from twellctl.fitting.settings import Fit, Progress, rank_of_map
-from twellctl.fitting.source import group_size_of
+from twellctl.fitting.source import group_size_for
 from twellctl.fitting.steps import Steps
 from twellctl.fitting.walk import HeldOut, Text, Walk
 from twellctl.models.checkpoint import Checkpoint
@@ -98,7 +98,7 @@ def fit_weights(
 
 
 def _method(checkpoint: Checkpoint, fit: Fit, rank: int, dtype: torch.dtype) -> Method:
-    grid = Grid(group_size_of(checkpoint, fit), dtype) if fit.bits else None
+    grid = Grid(group_size_for(checkpoint, fit), dtype) if fit.bits else None
     if grid and fit.keep_activation:
         return RoundingMethod(grid, fit.ridge)
     steps = Steps(fit.steps, fit.step_tokens, fit.step_rate, 0) if fit.steps else None

@@ -7,7 +7,6 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.files.made_of import Record
 from twellctl.fitting.settings import GROUP_SIZES, LEAST_GROUP, WIDE, Fit, rank_of_map
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.models.shards import TensorInfo
 
 
 def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint:
@@ -31,10 +30,10 @@ def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint
         if fit.map_rank is not None and fit.map_rank > (most := checkpoint.ffn.hidden_size):
             raise UsageError(f"map-rank must be <= {most}, the hidden size, got {fit.map_rank}")
         if fit.bits:
-            group_size_of(checkpoint, fit)
+            group_size_for(checkpoint, fit)
         from twellctl.models.exportable import refuse_unfittable  # brings torch
 
-        refuse_unfittable(checkpoint)
+        refuse_unfittable(checkpoint, fit.keep_activation)
     return checkpoint
 
 
@@ -49,34 +48,38 @@ def _refuse_odd_ones(fit: Fit) -> None:
             raise UsageError(f"{name} is for rounded weights: add --bits 4")
 
 
-def group_size_of(checkpoint: Checkpoint, fit: Fit) -> int:
+def group_size_for(checkpoint: Checkpoint, fit: Fit) -> int:
     """The group size asked for, or the largest usual one that divides all inputs.
 
     `UsageError` where inputs of a linear layer make no whole groups.
     """
-    K, N = checkpoint.ffn.hidden_size, checkpoint.ffn.intermediate_size
-    neurons = N + rank_of_map(fit, K, N)
-    inputs = {tensor.shape[1] for tensor in _matrices(checkpoint)} - {N} | {neurons}
+    inputs = _inputs(checkpoint, fit)
+    K = checkpoint.ffn.hidden_size
     most = GROUP_SIZES[0] if K >= WIDE else GROUP_SIZES[1]
     usual = [size for size in GROUP_SIZES if size <= most and not any(one % size for one in inputs)]
     size = fit.group_size or (usual[0] if usual else most)
     if size % LEAST_GROUP == 0 and not any(one % size for one in inputs):
         return size
     remedy = f"take {usual[0]}" if usual else "this model cannot be rounded"
+    if not usual and fit.map_rank:
+        remedy = f"take another --map-rank than {fit.map_rank}"
     raise UsageError(
         f"group-size must be a multiple of {LEAST_GROUP} and divide the inputs of all linear layers"
         f" ({', '.join(map(str, sorted(inputs)))}), got {size}: {remedy}"
     )
 
 
-def _matrices(checkpoint: Checkpoint) -> list[TensorInfo]:
-    """The weights of a layer that have rows and columns."""
+def _inputs(checkpoint: Checkpoint, fit: Fit) -> set[int]:
+    """How many inputs the linear layers of a block have once it is fitted: down those of a map,
+    too."""
     prefix = f"{checkpoint.layer_name(0)}."
-    return [
-        tensor
+    K, N = checkpoint.ffn.hidden_size, checkpoint.ffn.intermediate_size
+    others = {
+        tensor.shape[1]
         for name, tensor in checkpoint.tensors.items()
-        if name.startswith(prefix) and len(tensor.shape) == 2
-    ]
+        if name.startswith(prefix) and len(tensor.shape) == 2 and ".down_proj." not in name
+    }
+    return others | {N + rank_of_map(fit, K, N)}
 
 
 def layer_file(index: int) -> str:

@@ -23,10 +23,15 @@ from twellctl.models.loading import skeleton
 _K, _N = 8, 24
 
 
-def refuse_unfittable(checkpoint: Checkpoint) -> None:
-    """`TwellError` if ReLU would change more of the model than the FFNs that a fit knows."""
-    relu = checkpoint.corrections | {checkpoint.activation_key: "relu"}
-    exportable_skeleton(replace(checkpoint, corrections=relu), "fitted: take another model")
+def refuse_unfittable(checkpoint: Checkpoint, keep_activation: bool = False) -> None:
+    """`TwellError` if a fit would change more of the model than the FFNs that it knows.
+
+    It makes all that has their activation ReLU, or keeps that.
+    """
+    if not keep_activation:
+        relu = checkpoint.corrections | {checkpoint.activation_key: "relu"}
+        checkpoint = replace(checkpoint, corrections=relu)
+    exportable_skeleton(checkpoint, "fitted: take another model")
 
 
 def exportable_skeleton(checkpoint: Checkpoint, done: str = "exported") -> PreTrainedModel:
