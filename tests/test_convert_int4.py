@@ -20,6 +20,7 @@ from twellctl.finetune import finetune
 from twellctl.fitting.rounding import Grid
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer, quiet_transformers, read_tensors
+from twellctl.profile import profile
 
 pytestmark = pytest.mark.usefixtures("no_answers")
 
@@ -168,7 +169,8 @@ def test_an_export_runs_over_its_own_code_and_saves_bf16(rounded, tmp_path):
     [
         ({"group_size": 16}, "group-size is for rounded weights: add --bits 4"),
         ({"keep_activation": True}, "keep-activation is for rounded weights: add --bits 4"),
-        ({"bits": 3}, "bits must be"),
+        ({"bits": 3}, "bits must be 4, got 3"),
+        ({"bits": 4, "map_rank": 20}, r"got 64: take another --map-rank than 20"),
         ({"bits": 4, "group_size": 64}, r"layers \(32, 112\), got 64: take 16"),
         ({"bits": 4, "group_size": 12}, r"multiple of 8 .* got 12: take 16"),
     ],
@@ -177,6 +179,45 @@ def test_settings_that_do_not_go_together(make_model, text_file, tmp_path, setti
     with pytest.raises(UsageError, match=said):
         convert(make_model("llama"), tmp_path / "out", data=[str(text_file)], **QUICK | settings)
     assert not (tmp_path / "out").exists()
+
+
+def test_of_the_model_itself_there_is_nothing_to_profile_or_export(rounded, text_file, tmp_path):
+    _, out, _ = rounded(keep_activation=True)
+    for refuse in (
+        lambda: export(out, tmp_path / "a"),
+        lambda: profile(out, data=[str(text_file)]),
+    ):
+        with pytest.raises(TwellError, match=r"is a SiLU model in 4 bits, made with --keep-activ"):
+            refuse()
+
+
+def test_the_model_itself_is_rounded_where_relu_would_do_harm(make_model, text_file, tmp_path):
+    """Of a family that uses its activation outside of FFNs, too."""
+    pytest.importorskip("compressed_tensors", reason="the reader of this format")
+    source, out, data = make_model("qwen3_5_text"), tmp_path / "out", [str(text_file)]
+    with pytest.raises(TwellError, match="it cannot be fitted"):
+        convert(source, out, data=data, **ROUND)
+    convert(source, out, data=data, **ROUND, keep_activation=True)
+    ids = torch.arange(1, 9)[None]
+    with quiet_transformers():
+        stock, ours = AutoModelForCausalLM.from_pretrained(out), load_model(open_checkpoint(out))
+    torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_cards_say_what_a_folder_is(rounded, tmp_path):
+    _, out, _ = rounded()
+    export(out, tmp_path / "export")
+    _, control, _ = rounded(keep_activation=True)
+    of_fit, of_export, of_control = (
+        (path / "README.md").read_text() for path in (out, tmp_path / "export", control)
+    )
+    assert "- relu" in of_fit
+    assert "tags:\n- twell\n---" in of_control
+    assert "Every neuron is computed for every token." in of_control
+    for card in (of_fit, of_export, of_control):
+        assert "except the LM head are in 4 bits: weights in 4 bits with one scale" in card
+    assert "`vllm serve export`. It has kernels for weights in 4 bits." in of_export
+    assert "from an export in bf16" not in of_export
 
 
 def test_what_changes_weights_refuses_it(rounded, text_file, tmp_path):

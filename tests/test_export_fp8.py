@@ -67,7 +67,7 @@ def exports(relu_models, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("fp8")
     for family, model in relu_models.items():
         done = export(model, folder / family, quantize="fp8")
-        assert (done.quantize, done.over_twell_in_vllm) == ("fp8", False)
+        assert (done.scheme.name, done.over_twell_in_vllm) == ("fp8", False)
     return {family: folder / family for family in relu_models}
 
 

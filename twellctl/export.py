@@ -24,7 +24,7 @@ from twellctl.models.carried import copy_side_files, own_file, write_config
 from twellctl.models.checkpoint import GATED, SILU, Checkpoint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
 from twellctl.models.rotary import for_all_readers
-from twellctl.models.schemes import INT4, SCHEMES
+from twellctl.models.schemes import INT4, SCHEMES, Scheme, scheme_of
 from twellctl.models.shard_writer import write_shards
 from twellctl.report.notebook import Shown
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class Exported(Shown):
     """What `export` wrote. `class_name` is the class that `trust_remote_code` loads.
 
-    `sharpness` is the least sharpness of any ReLU neuron. `quantize` names the scheme that the
-    weights were rounded to (models/schemes.py), or is None. `over_twell_in_vllm`: whether vLLM
-    serves the export with TwELL if twellctl is installed.
+    `sharpness` is the least sharpness of any ReLU neuron. `scheme` is what the weights of
+    linear layers are stored in (models/schemes.py), None for plain floats. `over_twell_in_vllm`:
+    whether vLLM serves the export with TwELL if twellctl is installed.
     """
 
     out: Path
@@ -47,7 +47,7 @@ class Exported(Shown):
     slots: tuple[int, ...]
     profiled: bool
     sharpness: int
-    quantize: str | None
+    scheme: Scheme | None
     over_twell_in_vllm: bool
 
 
@@ -93,7 +93,7 @@ def export(
         config, largest = _write_model(checkpoint, stage, measured, quantize)
         _write_card(checkpoint, stage, out.name, measured)
     _note_shortcomings(checkpoint, is_evaluated=evaluation is not None, largest=largest, note=note)
-    return _exported(out, config, is_profiled=profile is not None, quantize=quantize)
+    return _exported(out, config, is_profiled=profile is not None)
 
 
 def _read_measured(
@@ -194,9 +194,7 @@ def _note_lost_map(checkpoint: Checkpoint, note: Callable[[str], None]) -> None:
         )
 
 
-def _exported(
-    out: Path, config: dict[str, Any], *, is_profiled: bool, quantize: str | None
-) -> Exported:
+def _exported(out: Path, config: dict[str, Any], *, is_profiled: bool) -> Exported:
     twell = config["twell"]
     return Exported(
         out=out,
@@ -205,7 +203,7 @@ def _exported(
         slots=tuple(twell["slots"]),
         profiled=is_profiled,
         sharpness=least_sharpness(twell),
-        quantize=quantize,
+        scheme=scheme_of(config),
         over_twell_in_vllm=is_served_over_twell(config),
     )
 

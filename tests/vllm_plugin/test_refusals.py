@@ -12,7 +12,7 @@ from twellctl.bundle.twell_config import quantization_config
 from twellctl.errors import TwellError
 from twellctl.vllm import installed
 from twellctl.vllm.installed import find_vllm, requirement
-from twellctl.vllm.refusals import check_served, check_version
+from twellctl.vllm.refusals import check_densely, check_served, check_version, why_densely
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 TWELL = {"format_version": 1, "tile": 32, "slots": [8, 8], "densities": [0.1, 0.2]}
@@ -71,6 +71,27 @@ def test_an_export_with_a_profile_is_served():
 def test_what_is_not_served_is_named(changes, said):
     with pytest.raises(TwellError, match=f"^some/model: .*{said}"):
         check(**changes)
+
+
+def in_4_bits(**changes):
+    """The config of a model in 4 bits, as vLLM gives it."""
+    block = quantization_config("int4", ["lm_head"], 128) | FP8
+    given = {"twell": TWELL, "hidden_act": "silu", "quantization_config": block}
+    return SimpleNamespace(**given | changes)
+
+
+def test_models_in_4_bits_are_left_to_vllm():
+    silu = {"format_version": 1, "tile": 32, "slots": [8, 8], "source_act": "silu"}
+    for config in (in_4_bits(), in_4_bits(twell=silu)):
+        assert why_densely(config) == "its weights are in 4 bits"
+        check_densely("some/model", config)
+
+
+def test_a_model_in_4_bits_that_was_not_exported_is_refused():
+    config = in_4_bits(hidden_act="relu")
+    assert why_densely(config)
+    with pytest.raises(TwellError, match=r": serve what 'twellctl export' makes of it"):
+        check_densely("some/model", config)
 
 
 @pytest.fixture

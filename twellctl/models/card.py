@@ -15,12 +15,12 @@ from twellctl.bundle.twell_config import is_silu_form, least_sharpness
 from twellctl.errors import TwellError, counted, encodable, reason
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import Profile
-from twellctl.models.card_front import Metric, cell, front_matter, is_plain, table
+from twellctl.models.card_front import SPARSE, Metric, cell, front_matter, is_plain, table
 from twellctl.models.card_speed import UNTIMED, speed
 from twellctl.models.carried import CARD, REPORT_FILE, json_object
 from twellctl.models.checks import activation_key
 from twellctl.models.in_vllm import DENSELY, is_served_over_twell
-from twellctl.models.schemes import SCHEMES, scheme_of
+from twellctl.models.schemes import INT4, SCHEMES, scheme_of
 from twellctl.models.verdict import verdict_of
 
 EVALUATION_VERSION = 1
@@ -78,13 +78,14 @@ llama-quantize model.gguf model-q8_0.gguf Q8_0    # or Q4_K_M
 llama-server -m model-q8_0.gguf
 ```"""
 _IN_VLLM = "If twellctl is installed, too, it skips those that do not fire."
+_IN_FOUR_BITS = "It has kernels for weights in 4 bits."
 _NOT_IN_VLLM = f"If twellctl is installed, too, add `{DENSELY}`."
 _OVER_TWELL = """ With
 `trust_remote_code=True` transformers 5.17 or newer loads {ours} from this folder
 instead, which skips the neurons that do not fire and gives the same logits up to rounding. twellctl
 need not be installed."""
 _QUANTISED = """
-All linear layers except the LM head are {title}: {numbers}."""
+All linear layers except the LM head are in {title}: {numbers}."""
 _ROUNDED_LATER = """
 The figures below were measured before that rounding."""
 _STOCK_NEEDS = """ It needs the
@@ -125,8 +126,9 @@ def write_card(folder: Path, name: str, source: Path, **measured: Any) -> None:
     base = config["twell"].get("source")
     scheme = scheme_of(config)
     metrics = [] if scheme in SCHEMES.values() else _metrics(figures)
+    tags = SPARSE if _is_sparse(config) else []
     card = _CARD.format(
-        front=front_matter(name, base, source, metrics),
+        front=front_matter(name, base, source, tags, metrics),
         name=name,
         quoted=json.dumps(name, ensure_ascii=False),
         what=_RELU if _is_sparse(config) else _ROUNDED,
@@ -207,13 +209,14 @@ def _engines(config: dict[str, Any], word: str) -> str:
         return _AS_IT_IS
     if not is_silu_form(config["twell"]):
         return _PLAIN.format(word=word)
-    k = least_sharpness(config["twell"])
+    k, scheme = least_sharpness(config["twell"]), scheme_of(config)
+    in_vllm = _IN_VLLM if is_served_over_twell(config) else _NOT_IN_VLLM
     return _ANY.format(
         word=word,
         sharpness=k,
         within=f"{0.28 / k:.1g}",
-        in_vllm=_IN_VLLM if is_served_over_twell(config) else _NOT_IN_VLLM,
-        from_bf16=", from an export in bf16" if scheme_of(config) else "",
+        in_vllm=_IN_FOUR_BITS if scheme is INT4 else in_vllm,
+        from_bf16=", from an export in bf16" if scheme in SCHEMES.values() else "",
     )
 
 

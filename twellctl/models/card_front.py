@@ -10,7 +10,8 @@ import yaml
 from twellctl.errors import TwellError
 from twellctl.models.carried import CARD, own_file
 
-TAGS = ["twell", "sparse", "relu"]
+TWELL = "twell"  # a tag of all models
+SPARSE = ["sparse", "relu"]  # tags of those whose neurons need not fire
 _LICENCE = ("license", "license_name", "license_link")
 _NOTHING = ("", "~", "null")
 _WEB = ("http://", "https://")
@@ -27,12 +28,19 @@ class Metric:
     value: float
 
 
-def front_matter(name: str, base: str | None, source: Path, metrics: Sequence[Metric]) -> str:
-    """The lines between the rules: licence as in the card of `source`, base, tags, metrics."""
+def front_matter(
+    name: str,
+    base: str | None,
+    source: Path,
+    tags: Sequence[str],
+    metrics: Sequence[Metric],
+) -> str:
+    """The lines between the rules: licence as in the card of `source`, base, `tags`, metrics."""
     known = _licence(source)
     if base:
         known |= {"base_model": base, "base_model_relation": "finetune"}
-    known |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": TAGS}
+    known |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    known["tags"] = [TWELL, *tags]
     if metrics:
         known["model-index"] = [{"name": name, "results": [_result(m) for m in metrics]}]
     return yaml.safe_dump(known, sort_keys=False, allow_unicode=True).rstrip("\n")

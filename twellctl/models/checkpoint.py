@@ -165,6 +165,12 @@ class Checkpoint:
 
     def require_relu(self) -> None:
         """Refuse a model whose FFNs are not ReLU (yet)."""
+        if self.is_gated_source and self.scheme is INT4:  # which convert refuses
+            raise TwellError(
+                f"{self.name} is a {self._kind} in 4 bits, made with --keep-activation: every "
+                "neuron fires, and other engines run the folder as it is; for a ReLU model in 4 "
+                "bits, convert its source without that flag"
+            )
         if self.is_gated_source:
             raise TwellError(
                 f"{self.name} is a {self._kind}: make it ReLU with "

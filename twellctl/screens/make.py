@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from twellctl.errors import TwellError, counted
-from twellctl.models.schemes import SCHEMES
+from twellctl.models.schemes import INT4
 from twellctl.screens import ui
 from twellctl.screens.measure import of_bytes, of_own
 
@@ -68,9 +68,10 @@ def _fitted_model(done: Any) -> None:
         f"{held_out.source_cross_entropy:.4f})"
     )
     if held_out.kl > FAR_KL:
+        other = "ask for a higher --density" if done.is_relu else "give a smaller --group-size"
         ui.note(
             f"KL {held_out.kl:.2f} is far from the source: few answers will be right. Fit on more "
-            "text, or ask for a higher --density"
+            f"text, or {other}"
         )
 
 
@@ -197,11 +198,10 @@ def exported(result: Any) -> None:
     how = "from the profile" if result.profiled else "no profile given"
     ui.say(f"{result.out}: {result.class_name}, tile {result.tile}, slots {slots} ({how})")
     ui.say(f"ReLU written as SiLU of sharpness {result.sharpness}: engines that know SiLU run it")
-    if result.quantize is not None:
-        scheme = SCHEMES[result.quantize]
+    if (scheme := result.scheme) is not None:
         ui.say(
-            f"its linear layers are {scheme.title}; from_pretrained(..., trust_remote_code=True) "
-            "loads it, and"
+            f"its linear layers are in {scheme.title}; from_pretrained(..., "
+            "trust_remote_code=True) loads it, and"
         )
         ui.say(f"without it, transformers needs the package {scheme.package}")
     else:
@@ -210,6 +210,8 @@ def exported(result: Any) -> None:
         )
     if result.over_twell_in_vllm:
         ui.say("vLLM serves it over TwELL where twellctl is installed, dense elsewhere")
+    elif scheme is INT4:
+        ui.say("vLLM serves it dense, by its own kernels for 4 bits")
     else:
         ui.say("vLLM serves it dense; if twellctl is installed, with --model-impl transformers")
     ui.say(f"next: twellctl generate {ui.word(result.out)} PROMPT")

@@ -24,7 +24,7 @@ from twellctl.vllm import stock_models
 from twellctl.vllm.ffn import TwellFFN
 from twellctl.vllm.fp8_ffn import TwellFp8FFN
 from twellctl.vllm.plans import Planned, densely_in_fp8, plan_layers
-from twellctl.vllm.refusals import check_served, check_version, why_densely
+from twellctl.vllm.refusals import check_densely, check_served, check_version, why_densely
 
 logger = logging.getLogger("vllm.twellctl")  # a name of vLLM's, so that its handlers take it
 
@@ -48,6 +48,8 @@ class _OverTwell:
                 quantized=vllm_config.quant_config is not None,
                 lora=vllm_config.lora_config is not None,
             )
+        else:
+            check_densely(model_config.model, config)
         build()
         if why is None:
             put_over_twell(self, config.twell, vllm_config)
@@ -65,7 +67,8 @@ class _Densely:
             (name, *_) = model_config.hf_config.architectures
             why = f"the plugin has no class for {name}"
             if name in ARCHITECTURES:
-                why = f"without {DENSELY} it would run over TwELL"
+                over_twell = f"without {DENSELY} it would run over TwELL"
+                why = why_densely(model_config.hf_config) or over_twell
             what = f"{model_config.model} runs densely, through vLLM's transformers backend: {why}"
             _say(logging.WARNING, what)
 

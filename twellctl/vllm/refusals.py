@@ -63,6 +63,15 @@ def why_densely(config: Any) -> str | None:
     return None
 
 
+def check_densely(model: str, config: Any) -> None:
+    """`TwellError` unless vLLM's own class computes what the `model` with its `config` does."""
+    if config.hidden_act == "relu":  # where they know SiLU
+        raise TwellError(
+            f"{model}: vLLM knows no ReLU in this model's class: serve what 'twellctl export' "
+            "makes of it"
+        )
+
+
 def _kind_of(config: Any) -> str | None:
     """To which kind its weights are rounded, by what config.json had."""
     stored = getattr(config, "quantization_config", None)
