@@ -14,6 +14,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.fitting.folder import TOKENS_A_WEIGHT
 from twellctl.fitting.layer import stride_before_steps
 from twellctl.fitting.least_squares import COMPUTED, tf32
+from twellctl.fitting.rounding_plan import Rounding, RoundingRates
 from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
 from twellctl.fitting.source import open_source
 from twellctl.fitting.walk import LOGIT_TOKENS
@@ -46,8 +47,19 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What a device does: operations a second of products in bf16, and in TF32; and rounding, if
+    a fit does that."""
+
+    half: float
+    single: float
+    rounding: RoundingRates | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Time, and memory of the device and the host at most."""
+    """Time, and memory of the device and the host at most; `bits`, if layers are rounded to so
+    many."""
 
     tokens: int
     num_layers: int
@@ -58,6 +70,7 @@ class Plan:
     bytes: int
     host_bytes: int
     device: str
+    bits: int | None = None
     no_room: str | None = None  # why it does not fit here, and what would
 
 
@@ -73,8 +86,8 @@ def plan_of(checkpoint: Checkpoint, fit: Fit) -> Plan:
     """The `Plan` of fitting an open `checkpoint` on the device that this process would take."""
     shape = shape_of(checkpoint)
     device = default_device()
-    rates = _rate(device, torch.bfloat16), _rate(device, torch.float32)
-    return replace(planned(shape, fit, device, rates), no_room=no_room(shape, fit))
+    found = planned(shape, fit, device, measured(device, rounds=bool(fit.bits)))
+    return replace(found, no_room=no_room(shape, fit))
 
 
 def require_room(checkpoint: Checkpoint, fit: Fit, processes: int = 1) -> None:
@@ -116,13 +129,18 @@ def no_room(shape: Shape, fit: Fit, processes: int = 1) -> str | None:
 def _bytes_of(shape: Shape, fit: Fit, on_gpu: bool, processes: int = 1) -> int:
     """What a fit takes of a GPU's memory, or on a CPU of the host's, the model not counted."""
     K, N = shape.hidden_size, shape.intermediate_size
-    P, T = N + K, fit.tokens + windows_held_out(fit) * fit.seq_len
+    P, T = N + K, _num_tokens(fit)
     states = -(-T // processes) * _token_bytes(shape, on_gpu)
-    solving = P * P * (2 * 4 + 2 * 8) + 3 * 8 * P * K
+    solving = 0 if fit.keep_activation else P * P * (2 * 4 + 2 * 8)
+    if fit.bits:
+        solving = max(solving, _rounding(shape, fit).bytes())
+    solving += 3 * 8 * P * K
     layer = 2 * 4 * shape.num_weights
     if not on_gpu:
         return int(states + layer + solving)
-    stepping = 4 * 4 * (3 * N * K + K * K) if fit.steps else 0
+    stepping = 0
+    if fit.steps and not fit.keep_activation:
+        stepping = 4 * (4 * (3 * N * K + K * K) + (5 * N * K if fit.bits else 0))
     logits = LOGITS * 4 * LOGIT_TOKENS * shape.vocab_size
     others = 2 * shape.other_weights
     return int(states + others + max(layer + max(solving, stepping), logits))
@@ -133,31 +151,64 @@ def _token_bytes(shape: Shape, on_gpu: bool) -> int:
     return (2 * shape.state_bytes + (2 if on_gpu else 4)) * shape.hidden_size
 
 
-def planned(shape: Shape, fit: Fit, device: torch.device, rates: tuple[float, float]) -> Plan:
-    """By the operations a second of products in bf16 and in TF32."""
-    K, N = shape.hidden_size, shape.intermediate_size
-    P, T = N + K, fit.tokens + windows_held_out(fit) * fit.seq_len
+def planned(shape: Shape, fit: Fit, device: torch.device, rates: Rates) -> Plan:
+    """The `Plan` on a device that does so much."""
     on_gpu = device.type == "cuda"
-    forward = 2 * T * (2 * shape.num_weights + 6 * N * K)
-    in_steps = 6 * fit.steps * fit.step_tokens * (3 * N * K + K * K)
-    passes = 2 if fit.steps else 1
-    summed = T + (T / stride_before_steps(T, N, K) if fit.steps else 0)
-    sums = 2 * summed * P * (COMPUTED * P + 2 * K)
-    solves = 2 * passes * (P**3 / 3 + 2 * P * P * K)
-    seconds = (forward + in_steps) / rates[0] + (sums + 8 * solves) / rates[1]
+    forward, stepped, sums, solves, seconds = 0.0, 0.0, 0.0, 0.0, 0.0
+    if fit.keep_activation:
+        forward = 4 * _num_tokens(fit) * shape.num_weights
+    else:
+        forward, stepped, sums, solves = _relu_products(shape, fit)
+    if fit.bits and rates.rounding:
+        rounding = _rounding(shape, fit)
+        more = rounding.products()
+        forward, sums, solves = forward + more[0], sums + more[1], solves + more[2]
+        seconds = rounding.seconds(rates.rounding)
+    products = (forward + stepped) / rates.half + (sums + 8 * solves) / rates.single
     taken, wide = _bytes_of(shape, fit, on_gpu), 2 if on_gpu else 4
     host = wide * (shape.num_layers * shape.num_weights + shape.other_weights)
     return Plan(
         tokens=fit.tokens,
         num_layers=shape.num_layers,
-        hidden_size=K,
-        intermediate_size=N,
-        map_neurons=rank_of_map(fit, K, N),
-        seconds=OVERHEAD[device.type] * shape.num_layers * seconds,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        map_neurons=rank_of_map(fit, shape.hidden_size, shape.intermediate_size),
+        seconds=shape.num_layers * (OVERHEAD[device.type] * products + seconds),
         bytes=taken,
         host_bytes=host if on_gpu else host + taken,
         device=torch.cuda.get_device_name(device) if on_gpu else "the CPU",
+        bits=fit.bits,
     )
+
+
+def _relu_products(shape: Shape, fit: Fit) -> tuple[float, float, float, float]:
+    """Operations of a layer: of forwards, of steps, of sums, and in float64."""
+    K, N, T = shape.hidden_size, shape.intermediate_size, _num_tokens(fit)
+    P, passes = N + K, 2 if fit.steps else 1
+    forward = 2 * T * (2 * shape.num_weights + 6 * N * K)
+    stepped = 6 * fit.steps * fit.step_tokens * (3 * N * K + K * K)
+    summed = T + (T / stride_before_steps(T, N, K) if fit.steps else 0)
+    sums = 2 * summed * P * (COMPUTED * P + 2 * K)
+    return forward, stepped, sums, 2 * passes * (P**3 / 3 + 2 * P * P * K)
+
+
+def _num_tokens(fit: Fit) -> int:
+    return fit.tokens + windows_held_out(fit) * fit.seq_len
+
+
+def _rounding(shape: Shape, fit: Fit) -> Rounding:
+    K, N = shape.hidden_size, shape.intermediate_size
+    R = rank_of_map(fit, K, N)
+    return Rounding(fit, K, N, R, shape.num_weights, _num_tokens(fit))
+
+
+def measured(device: torch.device, rounds: bool) -> Rates:
+    """Those of `device`, by a moment of work; with rounding if a fit `rounds`."""
+    rates = Rates(_rate(device, torch.bfloat16), _rate(device, torch.float32))
+    if not rounds:
+        return rates
+    rounding = RoundingRates.measured(device, lambda run: _seconds(run, device.type == "cuda"))
+    return replace(rates, rounding=rounding)
 
 
 def _rate(device: torch.device, dtype: torch.dtype) -> float:

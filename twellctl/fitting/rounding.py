@@ -123,8 +123,10 @@ def _codes(numbers: Tensor, scale: Tensor) -> Tensor:
 def _passed_on(sums: Tensor) -> Tensor:
     """`[K, K]` upper: its row i over its diagonal is what each later input takes of i's error."""
     lower, failed = torch.linalg.cholesky_ex(sums)
+    del sums  # each has as many numbers, and is not needed once the next is there
     if not int(failed):
         inverse = torch.cholesky_inverse(lower)
+        del lower
         upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
     if int(failed) or not bool(upper.isfinite().all()):
         raise NotSolved("its weights cannot be rounded: give a larger --ridge, or more --tokens")

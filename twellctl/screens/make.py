@@ -103,7 +103,9 @@ def planned(plan: Any) -> None:
     """What a fit would take (a `Plan`)."""
     ui.say(
         f"{plan.tokens} tokens, {plan.num_layers} layers of {plan.hidden_size} x "
-        f"{plan.intermediate_size} and a map of rank {plan.map_neurons}"
+        f"{plan.intermediate_size}"
+        + (f" and a map of rank {plan.map_neurons}" if plan.map_neurons else "")
+        + (f", linear layers in {plan.bits} bits" if plan.bits else "")
     )
     ui.say(
         f"about {ui.duration(plan.seconds)} on {plan.device}, {plan.bytes / 2**30:.1f} GiB of "
