@@ -161,6 +161,14 @@ def test_other_files_are_no_reason_to_skip(pipe, text_file, tmp_path):
             STEPS + "write: {{prompts: a, chat-template-kwargs: {{a: 2001-01-01}}}}",
             "chat-template-kwargs of write must be text",
         ),
+        (
+            STEPS.replace("convert: {{}}", "convert: {{bits: 4}}") + "finetune: {{}}",
+            "finetune does not take what convert makes with bits: remove one of them",
+        ),
+        (
+            STEPS.replace("convert: {{}}", "convert: {{bits: 4, keep-activation: true}}"),
+            "profile does not take what convert makes with keep-activation: remove one",
+        ),
         (STEPS + "out: b", "line 8 gives out more than once: keep one"),
         (
             STEPS + "write:\n tokens: 1\n tokens: 2",

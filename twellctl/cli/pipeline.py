@@ -93,6 +93,20 @@ def _check_steps(file: Path, content: dict[str, Any]) -> None:
                 raise UsageError(f"{file}: {key} of {name} is not for a file of run: remove it")
             if not all(map(_is_plain, _each(value))):
                 raise UsageError(f"{file}: {_must_be(name, key, value)}")
+    _check_rounded(file, content)
+
+
+def _check_rounded(file: Path, content: dict[str, Any]) -> None:
+    """`UsageError` for a step that refuses the model in 4 bits which convert makes before it."""
+    made = content.get("convert") or {}
+    keeps = bool(made.get("keep-activation"))
+    refusing = ("finetune", "profile", "export") if keeps else ("finetune",)
+    for name in refusing if made.get("bits") else ():
+        if name in content:
+            flag = "keep-activation" if keeps else "bits"
+            raise UsageError(
+                f"{file}: {name} does not take what convert makes with {flag}: remove one of them"
+            )
 
 
 class _Pipeline:
