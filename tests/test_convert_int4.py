@@ -70,6 +70,30 @@ def test_the_reader_of_the_format_and_ours_load_the_same_weights(rounded, family
     torch.testing.assert_close(*given, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_have_the_dtype_of_the_source_in_all_its_files(
+    make_model, text_file, tmp_path, dtype
+):
+    pytest.importorskip("compressed_tensors", reason="the reader of this format")
+    how = {"dtype": dtype, "shard_size": "60KB", "tie_word_embeddings": True}
+    source, out = make_model("llama", **how), tmp_path / "out"
+    convert(source, out, data=[str(text_file)], **ROUND)
+    export(out, tmp_path / "one")
+    export(tmp_path / "one", tmp_path / "other")
+    assert len(list(source.glob("*.safetensors"))) > 1
+    made = open_checkpoint(out)
+    ids = torch.arange(1, 9)[None]
+    with quiet_transformers():
+        stock, ours = AutoModelForCausalLM.from_pretrained(out), load_model(made)
+        assert torch.equal(ours(ids).logits, stock(ids).logits)
+    scales = {name: t for name, t in read_tensors(made, packed=True) if name.endswith("_scale")}
+    assert {scale.dtype for scale in scales.values()} == {dtype}
+    expected = dict(read_tensors(made))
+    for folder in ("one", "other"):
+        for name, tensor in read_tensors(open_checkpoint(tmp_path / folder)):
+            assert torch.equal(tensor, expected[name]), name
+
+
 def test_every_linear_layer_of_the_blocks_is_packed_and_nothing_else(rounded):
     source, out, done = rounded()
     tensors, before = load_file(out / "model.safetensors"), load_file(source / "model.safetensors")

@@ -227,11 +227,12 @@ def test_two_runs_and_one_that_was_killed_give_the_same_bits(
     assert not (tmp_path / "out.run").exists()
 
 
-def test_two_processes_fit_as_one_does(started, fitted, text_file, tmp_path):
+@pytest.mark.parametrize("more", [{}, {"bits": 4, "group_size": 16}], ids=str)
+def test_two_processes_fit_as_one_does(started, fitted, text_file, tmp_path, more):
     """As torchrun starts them; the second leaves what is to be said to the first."""
-    source, _, alone = fitted()
+    source, _, alone = fitted(**more)
     words = ["convert", str(source), str(tmp_path / "out"), f"--data={text_file}"]
-    words += [f"--{name.replace('_', '-')}={value}" for name, value in QUICK.items()]
+    words += [f"--{name.replace('_', '-')}={value}" for name, value in (QUICK | more).items()]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         launched = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}

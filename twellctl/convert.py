@@ -1,4 +1,5 @@
-"""twellctl convert: makes a gated model ReLU, by fitting it layer by layer or by swapping only.
+"""twellctl convert: makes a gated model ReLU, by fitting it layer by layer or by swapping only; or
+rounds it to 4 bits and keeps its activation.
 
 In a fitted model (twellctl/fitting), each FFN has its own neurons and a linear map of its input.
 It works without end-to-end training. Its weights may be rounded to 4 bits inside the fit. In a
@@ -73,7 +74,8 @@ def convert(
 ) -> Converted:
     """Write to `out` the `model` (a folder or hub id) as a ReLU model.
 
-    `settings` are the fields of `Fit`. With `data`, the model is fitted. Repeat the call to
+    `settings` are the fields of `Fit`. With `data`, the model is fitted; with `bits`, it is also
+    rounded, and with `keep_activation` nothing else is changed. Repeat the call to
     continue after an interruption. Under torchrun, all processes share the text. Without `data`,
     the weight files are copied. `progress` is called with (layers fitted, of how many, how far
     hidden states differ, seconds left) after each layer, on a CPU also before the first. The result

@@ -8,7 +8,8 @@ Instead of a weight `[N, K]` a file holds
     weight_shape   int64 [2]          N and K
 
 The weight is code times scale, rounded to the dtype of the scale. A model is computed from such
-weights, in that dtype: they are expanded when it is loaded.
+weights: they are expanded when it is loaded, in the dtype that it is loaded in, so that in float32
+nothing is rounded a second time.
 """
 
 from collections.abc import Mapping

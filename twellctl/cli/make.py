@@ -73,6 +73,8 @@ def convert(
     To continue after an interruption, repeat the command. On several GPUs:
     torchrun --nproc-per-node GPUS -m twellctl convert ...
 
+    With --bits 4, it is also rounded; with --keep-activation, nothing else is done to it.
+
     Without --data, only config.json changes, and the weights are copied. Such a model talks noise
     until it is fine-tuned.
     """
