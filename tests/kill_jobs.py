@@ -34,6 +34,11 @@ def converted(model, text, out, overwrite):
     convert(model, out, overwrite=overwrite)
 
 
+def rounded(model, text, out, overwrite):
+    how = {"tokens": 1024, "seq_len": 32, "steps": 2, "step_tokens": 64, "eval_windows": 2}
+    convert(model, out, data=[str(text)], overwrite=overwrite, bits=4, **how)
+
+
 def exported(model, text, out, overwrite):
     export(model, out, overwrite=overwrite)
 
@@ -55,7 +60,7 @@ def piped(model, text, out, overwrite):
     get_command(app)(["run", str(file), "--keep-going", "--quiet"], standalone_mode=False)
 
 
-JOBS = {job.__name__: job for job in (converted, exported, finetuned)}
+JOBS = {job.__name__: job for job in (converted, exported, finetuned, rounded)}
 
 
 def _forked(job, *words) -> int:
