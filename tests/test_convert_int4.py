@@ -244,6 +244,14 @@ def test_cards_say_what_a_folder_is(rounded, tmp_path):
     assert "from an export in bf16" not in of_export
 
 
+def test_a_relu_model_is_not_rounded(relu_llama, text_file, tmp_path):
+    for keep in (False, True):
+        with pytest.raises(TwellError, match="already ReLU: give the model that it was made from"):
+            convert(
+                relu_llama, tmp_path / "out", data=[str(text_file)], **ROUND, keep_activation=keep
+            )
+
+
 def test_what_changes_weights_refuses_it(rounded, text_file, tmp_path):
     _, out, _ = rounded()
     for refuse in (

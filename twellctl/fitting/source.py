@@ -19,6 +19,8 @@ def open_source(model: str | Path, revision: str | None, fit: Fit) -> Checkpoint
     checkpoint.require_unquantised()
     if checkpoint.activation == "relu":
         name = checkpoint.name
+        if fit.bits:
+            raise TwellError(f"{name} is already ReLU: give the model that it was made from")
         raise TwellError(f"{name} is already ReLU: continue with 'twellctl finetune {name} OUT'")
     checkpoint.require_gated_source()
     if fit.data:
