@@ -17,6 +17,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
 from twellctl.export import export
 from twellctl.finetune import finetune
+from twellctl.fitting.layerwise import Layerwise
 from twellctl.fitting.rounding import Grid
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer, quiet_transformers, read_tensors
@@ -317,3 +318,16 @@ def test_the_int4_model_of_somebody_else_is_refused(rounded, tmp_path):
         del config["twell"]
     with pytest.raises(TwellError, match=r"is quantised \(compressed-tensors\): take the original"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "factor"), [("llama", 1.0), ("granite", 0.3), ("gemma2", None), ("cohere", 1.0)]
+)
+def test_what_a_layer_adds_as_it_is(make_model, family, factor):
+    model = load_model(open_checkpoint(make_model(family, **FAMILIES[family])))
+    layerwise = Layerwise(model, 32, torch.device("cpu"))
+    layerwise.first_states(torch.arange(32)[None])
+    layer = layerwise.layer(0)
+    assert layer.linears()[0][0] == "self_attn.q_proj"
+    for name in ("self_attn.o_proj", layer.ffn_name):
+        assert layer.factor_of(name) == (factor and pytest.approx(factor, rel=1e-3))

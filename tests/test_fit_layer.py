@@ -196,7 +196,7 @@ def test_gradients_are_those_of_autograd(biases):
 
 
 def test_sums_in_front_of_steps_are_of_every_third_part(monkeypatch):
-    monkeypatch.setattr(layers, "AT_ONCE", 100)
+    monkeypatch.setattr("twellctl.fitting.ffn.AT_ONCE", 100)
     ffn, direction = drawn_ffn(biases=True), torch.randn(K) / 5
     text, kept = drawn_text(ffn, 1000), torch.arange(1000).view(10, 100)[::3].flatten()
     some = FfnText(text.z[kept], text.weights[kept], lambda t: text.wanted(kept[t]))

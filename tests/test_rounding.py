@@ -93,7 +93,7 @@ def test_outputs_are_those_wanted_and_not_those_of_the_weight():
     products.add(broken.T, (wanted - broken @ weight.T).T)
     products.over_processes()
     grid = Grid(8, torch.bfloat16)
-    found = nearest_outputs(weight, products, grid, 1e-4)
+    found = nearest_outputs(weight, products, grid)
     errors = [
         float((wanted - broken @ one.T).square().mean())
         for one in (found.weight, grid.by_sums(weight, products.gram, 1e-4).weight)

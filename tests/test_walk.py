@@ -7,10 +7,12 @@ from transformers import AutoModelForCausalLM
 
 from twellctl.errors import TwellError
 from twellctl.files.made_of import Record
+from twellctl.fitting import linears
 from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layerwise import Layerwise
 from twellctl.fitting.least_squares import Products, solved
 from twellctl.fitting.method import Change
+from twellctl.fitting.rounding import Grid
 from twellctl.fitting.walk import Text, Walk
 from twellctl.models.loading import quiet_transformers
 
@@ -210,3 +212,30 @@ def test_what_a_method_refuses_names_the_layer(walk):
 
     with pytest.raises(TwellError, match=r"^layer 1 cannot be fitted: no$"):
         walk(Refuses())[0].run(quiet)
+
+
+def test_what_attention_adds_mends_the_states_before_it(walk, text, monkeypatch):
+    """Rounded after a broken layer, it brings the states nearer to the original's."""
+    left = {}
+
+    class Mends(Coarse):
+        def change(self, block, before):
+            if not before:
+                return super().change(block, before)
+            for name in ("as it is", "mended"):
+                if name == "as it is":
+                    monkeypatch.setattr(linears, "_factor", lambda block, names: None)
+                linears.round_linears(block, [[OUT]], Grid(8, torch.float32))
+                monkeypatch.undo()
+                left[name] = self.left(block)
+            return Change({}, {})
+
+        def left(self, block):
+            weight = block.changed.module.get_submodule(OUT).weight
+            return sum(
+                float((read.away + read.wanted[OUT] - read.inputs[OUT] @ weight.T).square().sum())
+                for read in block.reads([OUT])
+            )
+
+    walk(Mends(mends=False))[0].run(quiet)
+    assert left["mended"] < 0.9 * left["as it is"]

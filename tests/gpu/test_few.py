@@ -388,6 +388,8 @@ def test_a_capture_that_comes_after_many_tokens_loads_nothing(monkeypatch, tmp_p
 def test_the_long_sequence_still_takes_few_tokens(sources, monkeypatch):
     """Which it does where a GPU has too little shared memory for the others."""
     monkeypatch.setattr(twell_ways, "takes_few", lambda *sizes: False)
+    plan_anew = twell_ways.plan_by_rule.__wrapped__  # else plans of other tests are remembered
+    monkeypatch.setattr(twell_ways, "plan_by_rule", plan_anew)
     for seed in range(200):
         problem = random_problem(random.Random(seed))
         ffn = problem.ffn

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from twellctl.convert import convert
 from twellctl.fitting.ffn import FfnText, GatedFfn
 from twellctl.fitting.layer import HowToFit, fit_layer
+from twellctl.fitting.rounding import Grid
 from twellctl.fitting.steps import Steps
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +56,8 @@ def test_stock_transformers_is_as_near_as_was_measured(make_model, text_file, tm
     assert 0 < kl < 3 * done.fitted.held_out.kl + 1e-3  # other tokens, in bf16 there
 
 
-def test_a_layer_is_fitted_as_on_the_cpu():
+@pytest.mark.parametrize("grid", [None, Grid(32, torch.bfloat16)], ids=["whole", "rounded"])
+def test_a_layer_is_fitted_as_on_the_cpu(grid):
     torch.manual_seed(0)
     ffn = GatedFfn(
         torch.randn(512, 128) / 11, torch.randn(512, 128) / 11, torch.randn(128, 512) / 22
@@ -72,7 +74,7 @@ def test_a_layer_is_fitted_as_on_the_cpu():
         there = wanted.to(device)
         text = FfnText(z.to(device, dtype), weights.to(device), lambda t, there=there: there[t])
         own = GatedFfn(*(w.to(device) for w in (ffn.gate, ffn.up, ffn.down)))
-        how = HowToFit(32, 1e-3, torch.float32, Steps(100, 2048, 0.003, 0))
+        how = HowToFit(32, 1e-3, torch.float32, Steps(100, 2048, 0.003, 0), grid)
         made, _ = fit_layer(own, text, 0.02, how)
         away = (made(text.z).float() - there).square().sum(1) * text.weights
         errors.append(float(away.sum() / (there.square().sum(1) * text.weights).sum()))

@@ -55,12 +55,13 @@ class Read:
 
     `inputs` `[T, in]` are what each reads in the changed model, `wanted` `[T, out]` what it gives
     in the original model, on that one's own states; `weights` `[T]` are those of the states that
-    go into its layer.
+    go into its layer. The changed model's states there are `away` `[T, K]` from the original's.
     """
 
     inputs: dict[str, Tensor]
     wanted: dict[str, Tensor]
     weights: Tensor
+    away: Tensor
 
 
 class Block:
@@ -94,10 +95,11 @@ class Block:
             count = -(-tokens // (states.original.shape[1] * num_processes()))
             windows = slice(0, min(count, windows.stop))
         for part in states.batches(windows):
-            before = states.original[part].float()
+            before, changed = states.original[part].float(), states.changed[part].float()
             _, wanted = _recorded(self.original, before, names)
-            inputs, _ = _recorded(self.changed, states.changed[part].float(), names)
-            yield Read(inputs, wanted, token_weights(before))
+            inputs, _ = _recorded(self.changed, changed, names)
+            away = (before - changed).flatten(0, 1)
+            yield Read(inputs, wanted, token_weights(before), away)
 
     def ffn_text(self) -> FfnText:
         """What the changed layer's FFN reads and is to give, for the text that is fitted on."""

@@ -1,6 +1,6 @@
 """The weights of one gated FFN, as fitting holds and changes them, and the text to fit it on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from twellctl.bundle.twell_model import weights_of
 from twellctl.here.processes import sum_over_processes
+
+AT_ONCE = 8192  # tokens whose features are held
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,11 @@ class FfnText:
 
     def __len__(self) -> int:
         return len(self.z)
+
+    def parts(self, stride: int = 1) -> Iterator[slice]:
+        """Its tokens, in parts of as many as features are held of; every `stride`-th part."""
+        starts = range(0, len(self), AT_ONCE * stride)
+        return (slice(i, min(i + AT_ONCE, len(self))) for i in starts)
 
     def squares(self, *outputs: Tensor) -> list[float]:
         """Of each of `outputs` `[T, K]` its weighted square, summed over all processes."""

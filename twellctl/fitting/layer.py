@@ -17,7 +17,6 @@ A token's squared error counts by the inverse square of its hidden state: what f
 it, and the few tokens whose states are a hundred times as long would outweigh all others.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +30,6 @@ from twellctl.fitting.steps import Steps, take_steps
 from twellctl.here.processes import same_in_all, sum_over_processes
 
 DIRECTION_RIDGE = 1e-4
-AT_ONCE = 8192  # tokens whose features are held
 SCORED = 8192  # tokens on which a threshold is judged
 FOR_STEPS = 4  # weights that steps begin from are solved for on a quarter of the tokens,
 ENOUGH = 16  # if that leaves this many of them for a feature
@@ -93,7 +91,7 @@ def find_direction(text: FfnText) -> tuple[Tensor, Tensor]:
     products of what the layer reads, `[K, K]`."""
     K = text.z.shape[1]
     products = Products(K, 1, text.z.device)
-    for part in _parts(len(text)):
+    for part in text.parts():
         z = text.z[part].float()
         products.add(z.T, torch.ones(1, len(z), device=z.device))
     products.over_processes()
@@ -130,7 +128,7 @@ def _products(
     products = Products(N + K, K, full_map.device)
     weights = torch.cat([ffn.down, full_map], 1)
     fired = torch.zeros(2, dtype=torch.float64, device=full_map.device)
-    for part in _parts(len(text), stride):
+    for part in text.parts(stride):
         z, root = text.z[part], text.weights[part].sqrt()
         gate = ffn.gates(z)
         fired += torch.stack([(gate > 0).sum(), torch.tensor(gate.numel(), device=z.device)])
@@ -223,8 +221,3 @@ def _down_over(
     through = products.through(map_up)
     change = solved(through, (N, how.rank), how.ridge).T
     return ffn.down + change[:, :N], change[:, N:].contiguous(), through
-
-
-def _parts(num_tokens: int, stride: int = 1) -> Iterator[slice]:
-    starts = range(0, num_tokens, AT_ONCE * stride)
-    return (slice(i, min(i + AT_ONCE, num_tokens)) for i in starts)

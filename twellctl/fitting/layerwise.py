@@ -104,7 +104,7 @@ class Layer:
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict, computing: Callable):
         self.module, self._args, self._kwargs, self._computing = module, args, kwargs, computing
         self.returns_tuple = False
-        self.factor = self._find_factor()
+        self.factor = self.factor_of(self.ffn_name)
 
     @property
     def ffn(self) -> nn.Module:
@@ -142,6 +142,27 @@ class Layer:
             down = self.weights.down
             self(torch.zeros(1, self._probe_length(), len(down), device=down.device))
         return [names for _, names in called]
+
+    def factor_of(self, name: str) -> float | None:
+        """What the layer multiplies the output of its module `name` with before it adds it to the
+        states; None: it does more, such as normalise it first."""
+        device, size = self.weights.down.device, (1, self._probe_length(), len(self.weights.down))
+        generator = torch.Generator(device).manual_seed(0)
+        states, output = (torch.randn(size, generator=generator, device=device) for _ in range(2))
+        module = self.module.get_submodule(name)
+
+        def gives(output: Tensor) -> Tensor:
+            """What the layer gives if this module gives `output`, and an FFN behind it nothing."""
+            hook = module.register_forward_hook(lambda m, args, out: output.to(out.dtype))
+            try:
+                return self._with_ffn(torch.zeros_like, states)
+            finally:
+                hook.remove()
+
+        added = gives(output) - gives(torch.zeros_like(output))
+        factor = float((added * output).sum() / output.square().sum())
+        error = float((added - factor * output).norm() / added.norm().clamp(min=1e-9))
+        return factor if error < DIRECT and abs(factor) > 1e-6 else None
 
     def copy(self) -> "Layer":
         """The same layer, over the same tensors; what is `put` into one the other does not get."""
@@ -195,19 +216,6 @@ class Layer:
             return self(states)
         finally:
             del ffn.forward
-
-    def _find_factor(self) -> float | None:
-        """What the layer multiplies its FFN's output with before it adds it; None: it does more."""
-        down = self.weights.down
-        size = (1, self._probe_length(), len(down))
-        generator = torch.Generator(down.device).manual_seed(0)
-        states, output = (
-            torch.randn(size, generator=generator, device=down.device) for _ in range(2)
-        )
-        added = self.with_output(states, output) - self._with_ffn(torch.zeros_like, states)
-        factor = float((added * output).sum() / output.square().sum())
-        error = float((added - factor * output).norm() / added.norm().clamp(min=1e-9))
-        return factor if error < DIRECT and abs(factor) > 1e-6 else None
 
     def _probe_length(self) -> int:
         """How many tokens the recorded arguments are for."""

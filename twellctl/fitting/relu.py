@@ -38,7 +38,7 @@ class ReluMethod:
         layer, tensors = block.original, dict[str, Tensor]()
         if how.grid is not None:
             others = [names for names in layer.linears() if not _is_in(layer.ffn_name, names)]
-            tensors = round_linears(block, others, how.grid, how.ridge)
+            tensors = round_linears(block, others, how.grid)
         made, fires = fit_layer(layer.weights, block.ffn_text(), threshold, how)
         named = made.stored(layer.ffn, how.dtype)
         tensors |= {f"{layer.ffn_name}.{name}": tensor for name, tensor in named.items()}

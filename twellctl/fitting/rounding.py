@@ -19,6 +19,8 @@ from twellctl.fitting.least_squares import NotSolved, Products, solved, with_rid
 from twellctl.here.processes import same_in_all
 
 CLIP = 0.95  # of the number of a group that is farthest from zero, what its last code stands for
+RIDGE = 0.01  # of sums by which errors are passed on
+SOLVE_RIDGE = 0.1  # of least squares in front of it: 0.01 kept less
 AT_ONCE = 128  # inputs whose errors are passed on together
 
 
@@ -78,7 +80,7 @@ class Grid:
         return (_codes(groups, scales) * scales).flatten(-2)
 
     def by_sums(
-        self, weight: Tensor, gram: Tensor, ridge: float, blocks: tuple[int, ...] = ()
+        self, weight: Tensor, gram: Tensor, ridge: float = RIDGE, blocks: tuple[int, ...] = ()
     ) -> Codes:
         """`weight` `[N, K]` rounded so that its outputs stay, by the sums of inputs `[K, K]`.
 
@@ -107,13 +109,13 @@ class Grid:
         return Codes(same_in_all(codes), same_in_all(scales))
 
 
-def nearest_outputs(weight: Tensor, products: Products, grid: Grid, ridge: float) -> Codes:
+def nearest_outputs(weight: Tensor, products: Products, grid: Grid) -> Codes:
     """`weight` `[N, K]` on the `grid`, such that its outputs are nearest to what is wanted.
 
     `products` are of its inputs and of what is left of what is wanted: `[K, K]` and `[K, N]`.
     """
-    weight = weight + solved(products, (weight.shape[1],), ridge).T
-    return grid.by_sums(weight, products.gram, ridge)
+    weight = weight + solved(products, (weight.shape[1],), SOLVE_RIDGE).T
+    return grid.by_sums(weight, products.gram)
 
 
 def _codes(numbers: Tensor, scale: Tensor) -> Tensor:
@@ -129,5 +131,5 @@ def _passed_on(sums: Tensor) -> Tensor:
         del lower
         upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
     if int(failed) or not bool(upper.isfinite().all()):
-        raise NotSolved("its weights cannot be rounded: give a larger --ridge, or more --tokens")
+        raise NotSolved("its weights cannot be rounded by what they read: give more --tokens")
     return upper.float()

@@ -100,7 +100,7 @@ def fit_weights(
 def _method(checkpoint: Checkpoint, fit: Fit, rank: int, dtype: torch.dtype) -> Method:
     grid = Grid(group_size_for(checkpoint, fit), dtype) if fit.bits else None
     if grid and fit.keep_activation:
-        return RoundingMethod(grid, fit.ridge)
+        return RoundingMethod(grid)
     steps = Steps(fit.steps, fit.step_tokens, fit.step_rate, 0) if fit.steps else None
     return ReluMethod(fit.density, HowToFit(rank, fit.ridge, dtype, steps, grid))
 
