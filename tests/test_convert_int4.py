@@ -245,6 +245,15 @@ def test_cards_say_what_a_folder_is(rounded, tmp_path):
     assert "from an export in bf16" not in of_export
 
 
+def test_a_linear_layer_that_is_never_called_is_named(make_model):
+    layerwise = Layerwise(load_model(open_checkpoint(make_model("llama"))), 8, torch.device("cpu"))
+    layerwise.first_states(torch.arange(8)[None])
+    assert [len(names) for names in layerwise.layer(0).linears()] == [3, 1, 2, 1]
+    layerwise.layers[0].more = torch.nn.Linear(2, 2)
+    with pytest.raises(TwellError, match="more is not called when its layer is"):
+        layerwise.layer(0).linears()
+
+
 def test_a_relu_model_is_not_rounded(relu_llama, text_file, tmp_path):
     for keep in (False, True):
         with pytest.raises(TwellError, match="already ReLU: give the model that it was made from"):

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_int4 import expanded
 from twellctl.bundle.twell_model import activation_of, gated_ffns
+from twellctl.errors import TwellError
 from twellctl.fitting.ffn import GatedFfn
 from twellctl.models.layers import ffn_layers
 from twellctl.models.loading import without_mask
@@ -125,7 +126,7 @@ class Layer:
     def linears(self) -> list[list[str]]:
         """The names of its linear layers as they are called; those that read one input, together.
 
-        It is called once to see that.
+        It is called once to see that. `TwellError` for one that it does not call.
         """
         called: list[tuple[Tensor, list[str]]] = []
 
@@ -134,14 +135,17 @@ class Layer:
                 called.append((args[0], []))
             called[-1][1].append(name)
 
+        linears = {n: m for n, m in self.module.named_modules() if type(m) is nn.Linear}
         with contextlib.ExitStack() as hooks:
-            for name, module in self.module.named_modules():
-                if type(module) is nn.Linear:
-                    handle = module.register_forward_hook(functools.partial(record, name))
-                    hooks.callback(handle.remove)
+            for name, module in linears.items():
+                handle = module.register_forward_hook(functools.partial(record, name))
+                hooks.callback(handle.remove)
             down = self.weights.down
             self(torch.zeros(1, self._probe_length(), len(down), device=down.device))
-        return [names for _, names in called]
+        found = [names for _, names in called]
+        if unused := sorted(linears.keys() - {name for names in found for name in names}):
+            raise TwellError(f"{unused[0]} is not called when its layer is: it cannot be rounded")
+        return found
 
     def factor_of(self, name: str) -> float | None:
         """What the layer multiplies the output of its module `name` with before it adds it to the
