@@ -52,8 +52,7 @@ class Rounding:
     def products(self) -> tuple[float, float, float]:
         """Operations: of forwards in the model's dtype, of sums, and in float64."""
         forward = sums = solves = 0.0
-        for inputs, outputs in self._read():
-            tokens = min(self.num_tokens, TOKENS * inputs)
+        for inputs, outputs, tokens in self._read():
             forward += 4 * tokens * (self.num_weights if self.fit.keep_activation else self._others)
             sums += 2 * tokens * inputs * (COMPUTED * inputs + 2 * outputs)
             solves += inputs**3 / 3 + 2 * inputs**2 * outputs
@@ -78,18 +77,19 @@ class Rounding:
         """Weights outside of the FFN: nearly all of them attention's."""
         return self.num_weights - 3 * self.N * self.K
 
-    def _read(self) -> Iterator[tuple[int, int]]:
-        """(inputs, outputs) of what is rounded by sums of what it reads in both models: q, k and v;
-        o; and of a model that keeps its activation gate and up; down."""
-        yield self.K, max(0, self._others // self.K - self.K)
-        yield self.K, self.K
+    def _read(self) -> Iterator[tuple[int, int, int]]:
+        """(inputs, outputs, tokens) of what sums are taken for: q, k and v; o; and of a model that
+        keeps its activation gate and up; down, of all tokens."""
+        some = min(self.num_tokens, TOKENS * self.K)
+        yield self.K, max(0, self._others // self.K - self.K), some
+        yield self.K, self.K, some
         if self.fit.keep_activation:
-            yield from ((self.K, 2 * self.N), (self.N, self.K))
+            yield from ((self.K, 2 * self.N, some), (self.N, self.K, self.num_tokens))
 
     def _by_sums(self) -> Iterator[tuple[int, int]]:
         """(inputs, outputs) of all that is rounded by sums: besides those of `_read` the direction,
         gate and up if no steps see them rounded, the map's inputs, and down."""
-        yield from self._read()
+        yield from ((inputs, outputs) for inputs, outputs, _ in self._read())
         if self.fit.keep_activation:
             return
         yield from ((self.K, 1), (self.K, self.R), (self.N + self.R, self.K))
