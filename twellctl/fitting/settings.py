@@ -63,7 +63,7 @@ class Fit:
     keep_activation: bool = setting(
         False,
         "With --bits: keep the activation and all neurons. This is the model itself in 4 bits, to "
-        "compare with. --density, --map-rank and what concerns steps have no effect.",
+        "compare with. --density, --map-rank, --ridge and what concerns steps have no effect.",
     )
     ridge: float = setting(1e-3, "Ridge parameter of the least squares.", above=0)
     seq_len: int = setting(512, "Tokens per window of text.", at_least=8)
