@@ -1,6 +1,6 @@
 """The files that belong to an export, each guarded by the sha256 that twell_manifest.json lists.
 
-Of an FP8 export it lists the weights, too.
+Of an export whose weights are rounded it lists these, too.
 """
 
 import hashlib

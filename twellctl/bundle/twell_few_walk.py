@@ -25,7 +25,7 @@ WALK_TOKENS = range(4, 65)
 # faster a little beyond, with random neurons on an H200, but real tokens share more of theirs
 WALK_BYTES, WALK_GROWS = 250_000, 16
 LINEAR_TOKENS = 32  # up to here the gate product over bf16 is few_linear's
-# over e4m3 threads would do for twice that: not tried with few tokens
+# over weights of 8 bits threads would do for twice that: not tried with few tokens
 _MOST_K = 8 * spec.FEW_WALK_BLOCK
 
 AtOnce = Callable[[str, int, int, int], int]  # KernelSet.clusters_at_once

@@ -58,7 +58,7 @@ class TwellFFN(nn.Module):
         return tensor_model_parallel_all_reduce(y) if self.down_proj.tp_size > 1 else y
 
     def rounded(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """`x` in e4m3 and its scales, if they are wanted."""
+        """`x` rounded, and its scales, if they are wanted."""
         return None, None
 
     @property
