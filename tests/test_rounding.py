@@ -55,9 +55,10 @@ def test_by_sums_outputs_are_nearer_than_by_nearest_numbers():
     assert errors[0] < 0.6 * errors[1]
 
 
-def test_by_sums_of_inputs_that_know_nothing_of_each_other_it_is_the_nearest():
-    weight = torch.randn(5, 24)
-    one, other = GRID.by_sums(weight, torch.eye(24), 1e-3), GRID.nearest(weight)
+@pytest.mark.parametrize("size", [8, 24, 240])
+def test_by_sums_of_inputs_that_know_nothing_of_each_other_it_is_the_nearest(size):
+    weight, grid = torch.randn(5, 480), Grid(size, torch.float32)
+    one, other = grid.by_sums(weight, torch.eye(480), 1e-3), grid.nearest(weight)
     assert torch.equal(one.codes, other.codes)
     assert torch.equal(one.scales, other.scales)
 

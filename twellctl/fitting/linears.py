@@ -1,9 +1,9 @@
 """Linear layers of a block are rounded one after the other, on what those before them give.
 
-A layer that reads what the model has computed keeps its outputs on what it reads now. To give what
-the original's gives, of inputs that are a little wrong, would make its weights smaller, and that
-adds up from block to block. But what a layer adds to the hidden states can mend them: such a layer
-is solved for, so that the states after it are the original's.
+A layer keeps its outputs on what it reads now. Solved for, to give what the original's gives, it
+did worse than rounded to the nearest: its inputs are a little wrong, which makes such weights
+smaller (recipes/LAB.md). But what a layer adds to the hidden states can mend them: such a layer is
+solved for, so that the states after it are the original's.
 """
 
 import torch
