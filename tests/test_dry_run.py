@@ -18,7 +18,7 @@ from twellctl import dry_run as module
 from twellctl.dry_run import as_flags, dry_run
 from twellctl.errors import TwellError, UsageError
 from twellctl.finetune import Interrupted, finetune
-from twellctl.fitting.plan import Shape, planned
+from twellctl.fitting.plan import Rates, Shape, planned
 from twellctl.fitting.settings import Fit
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
@@ -283,7 +283,7 @@ def test_no_recorded_part_is_left(relu_llama, text_file, monkeypatch):
 
 def test_plans_are_those_of_runs_that_were_measured():
     """bf16 at 700, TF32 at 400 TFLOP/s. Peak GiB (H100), seconds (H200) as in recipes/LAB.md."""
-    device, rates = torch.device("cuda"), (700e12, 400e12)
+    device, rates = torch.device("cuda"), Rates(700e12, 400e12)
     small = Shape(24, 896, 4864, 14_912_384, 272_275_968, 151_936, state_bytes=4)
     large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936, state_bytes=4)
     seven = replace(large, num_layers=7)
