@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 from edits import json_in, weights_in
+from fits import FAMILIES, QUICK
 from safetensors.torch import load_file
-from test_fit import FAMILIES, QUICK
 from transformers import AutoModelForCausalLM
 
 from twellctl.bundle.twell_int4 import expand, pack, unpack
@@ -17,8 +17,8 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
 from twellctl.export import export
 from twellctl.finetune import finetune
+from twellctl.fitting.grid import Grid
 from twellctl.fitting.layerwise import Layerwise
-from twellctl.fitting.rounding import Grid
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer, quiet_transformers, read_tensors
 from twellctl.profile import profile

@@ -1,4 +1,4 @@
-"""convert --data: fitted models against stock transformers, and what is refused."""
+"""convert --data: fitted models against stock transformers."""
 
 import dataclasses
 import functools
@@ -8,26 +8,25 @@ import shutil
 import signal
 import socket
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from edits import weights_in
+from fits import FAMILIES, QUICK
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.convert import convert
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import UsageError
 from twellctl.export import export
 from twellctl.finetune import finetune
 from twellctl.firing.profiled import save_profile
 from twellctl.fitting import plan as plans
 from twellctl.fitting.folder import prepare_fit, windows_of
-from twellctl.fitting.plan import Shape, plan
 from twellctl.fitting.settings import Fit
-from twellctl.fitting.walk import HeldOut, Walk
+from twellctl.fitting.walk import Walk
 from twellctl.generate import generate
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.linear_map import num_mapped
@@ -36,20 +35,6 @@ from twellctl.profile import profile
 from twellctl.screens import make as screen
 
 pytestmark = pytest.mark.usefixtures("no_answers")
-
-QUICK = {"tokens": 2048, "seq_len": 32, "eval_windows": 8, "steps": 0, "density": 1.0}
-
-
-GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 8, "pad_token_id": 0}
-FAMILIES = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "phi3": {},
-    "qwen2": {"tie_word_embeddings": True},
-    "gemma2": GEMMA | {"sliding_window": 16},
-    "gemma": {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh", "pad_token_id": 0},
-    "granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0, "pad_token_id": 0},
-    "cohere": {"pad_token_id": 0},
-}
 
 
 @pytest.fixture(scope="module")
@@ -267,61 +252,6 @@ def test_the_report_names_no_path(fitted, text_file):
     assert str(text_file.parent) not in (out / "twell_fit.json").read_text()
 
 
-def refused(make_model, text_file, out, match, kind=TwellError, **settings):
-    with pytest.raises(kind, match=match):
-        convert(make_model("llama"), out, **{"data": [str(text_file)]} | QUICK | settings)
-    assert not out.exists()
-
-
-def test_what_is_refused(make_model, text_file, tmp_path):
-    out = tmp_path / "out"
-    few, alike = tmp_path / "few.jsonl", tmp_path / "alike.jsonl"
-    few.write_text(json.dumps({"text": "def a(): pass " * 60}) + "\n")
-    refused(make_model, few, out, "are too few to fit 128 weights", eval_windows=1)
-    refused(make_model, text_file, out, "the model's context, got 10000", UsageError, seq_len=10000)
-    refused(make_model, text_file, out, "<= 32, the hidden size, got 33", UsageError, map_rank=33)
-    with pytest.raises(UsageError, match="the model's context, got 10000"):
-        plan(make_model("llama"), data=[str(text_file)], seq_len=10000)
-    refused(make_model, few, out, "windows of 256 tokens", seq_len=256)
-    alike.write_text(json.dumps({"text": "\n" * 40000}) + "\n")
-    refused(make_model, alike, out, "all alike")
-    assert not (tmp_path / "out.run").exists()
-    refused(make_model, text_file, out, "is for a fit", UsageError, data=[], steps=3)
-    refused(make_model, text_file, out, "density", UsageError, density=1.5)
-    convert(make_model("llama"), tmp_path / "relu")
-    with pytest.raises(TwellError, match="already ReLU"):
-        convert(tmp_path / "relu", out, data=[str(text_file)])
-
-
-def test_a_fit_that_held_out_text_says_is_broken_is_an_error(
-    make_model, text_file, tmp_path, monkeypatch
-):
-    """Its layers are kept; nothing is written to OUT."""
-    monkeypatch.setattr("twellctl.fitting.walk.MOST_AWAY", 1e-3)
-    said = r"^layer 0 is broken: .* by 0\.\d+ times .*: start again with --overwrite and more "
-    refused(make_model, text_file, tmp_path / "out", said)
-    assert (tmp_path / "out.run/layer-000.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    ("loss", "of_source", "is_broken"),
-    [
-        (9.1, 2.0, True),
-        (8.9, 2.0, False),
-        (9.9, 9.25, False),
-        (float("nan"), 2.0, True),
-    ],
-)
-def test_a_model_worse_than_guessing_is_broken_unless_its_source_is(loss, of_source, is_broken):
-    held = HeldOut(loss, of_source, 7.0, 0.0)
-    if not is_broken:
-        held.refuse_broken(8192)
-        return
-    said = rf"held-out text is {loss:.2f}, that of its source 2.00, that of guessing 9.01: start"
-    with pytest.raises(TwellError, match=said):
-        held.refuse_broken(8192)
-
-
 def test_a_fit_far_from_its_source_is_said_to_be(fitted, capsys):
     _, _, done = fitted()
     screen.converted(done, "silu")
@@ -374,24 +304,6 @@ def test_the_command_says_what_came_of_it(cli, make_model, text_file, tmp_path, 
     code, said, err = cli("convert", source, tmp_path / "plain")
     assert code == 0
     assert any("talks noise until it is fitted" in line for line in err)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "why"),
-    [
-        ("falcon_h1", {}, "uses hidden_act outside of its FFNs"),
-        ("qwen3_5_text", {}, "uses hidden_act outside of its FFNs"),
-        ("falcon_h1", {"mlp_multipliers": [2.0, 1.0]}, "compute more than down"),
-    ],
-)
-def test_what_a_fit_would_leave_out_is_refused(
-    make_model, text_file, tmp_path, family, changes, why
-):
-    source, how = make_model(family, **changes), QUICK | {"data": [str(text_file)]}
-    for fit in (lambda: plan(source, **how), lambda: convert(source, tmp_path / "out", **how)):
-        with pytest.raises(TwellError, match=rf"ForCausalLM\) .*{why}.* cannot be fitted: take an"):
-            fit()
-    assert not list(tmp_path.glob("out*"))
 
 
 def test_fine_tuning_goes_on_from_a_fit(fitted, text_file, tmp_path):
@@ -451,27 +363,3 @@ def test_an_export_says_if_a_map_is_lost(fitted, tmp_path, family, name):
     export(out, tmp_path / "exported", note=notes.append)
     (said,) = [note for note in notes if "share one gate" in note]
     assert said.startswith("beware: the last 16 neurons no longer share one gate in 1 of 2 layers")
-
-
-def test_a_gpu_without_room_is_refused_with_what_has_room(
-    make_model, text_file, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(plans, "default_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(plans, "gpu_memory", lambda device: (24 << 30, 24 << 30))
-    large = Shape(28, 1536, 8960, 46_797_824, 466_748_928, 151_936, state_bytes=4)
-    fit = Fit(data=["x"])
-    found = re.fullmatch(
-        r"a fit on 2000000 tokens takes 35.\d GiB of this GPU's memory, 24.0 GiB are free: "
-        r"give --tokens (\d+), or more GPUs",
-        plans.no_room(large, fit),
-    )
-    assert plans.no_room(large, replace(fit, tokens=int(found[1]))) is None
-    assert plans.no_room(large, fit, processes=2) is None
-    seventy = Shape(80, 8192, 28672, 855_638_016, 2_101_346_304, 128_256)
-    assert plans.no_room(seventy, fit).endswith(": take a larger one")
-    few = plans._bytes_of(large, replace(fit, tokens=30_000), True)  # which are refused, too
-    monkeypatch.setattr(plans, "gpu_memory", lambda device: (few, few))
-    assert plans.no_room(large, fit).endswith(": take a larger one")
-    monkeypatch.setattr(plans, "gpu_memory", lambda device: (1 << 20, 1 << 30))
-    refused(make_model, text_file, tmp_path / "out", "0.0 GiB are free: take a larger one")
-    assert not (tmp_path / "out.run").exists()

@@ -7,8 +7,8 @@ import torch
 
 from twellctl.convert import convert
 from twellctl.fitting import plan as plans
+from twellctl.fitting.grid import Grid
 from twellctl.fitting.plan import Rates, planned, shape_of
-from twellctl.fitting.rounding import Grid
 from twellctl.fitting.rounding_plan import Rounding, RoundingRates
 from twellctl.fitting.settings import Fit
 from twellctl.models.checkpoint import open_checkpoint

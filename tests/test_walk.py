@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM
 from twellctl.errors import TwellError
 from twellctl.files.made_of import Record
 from twellctl.fitting import linears
+from twellctl.fitting.grid import Grid
 from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layerwise import Layerwise
 from twellctl.fitting.least_squares import Products, solved
 from twellctl.fitting.method import Change
-from twellctl.fitting.rounding import Grid
 from twellctl.fitting.walk import Text, Walk
 from twellctl.models.loading import quiet_transformers
 

@@ -25,7 +25,6 @@ from twellctl.here.machine import (
 )
 from twellctl.here.resources import bundle_files
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.models.schemes import SCHEMES
 from twellctl.vllm.installed import find_vllm
 
 
@@ -120,7 +119,7 @@ def _find_bundle(checkpoint: Checkpoint) -> Finding:
         return Finding("bundle", "ok", f"{len(bundle)} files, intact: this twellctl's own")
     what = f"{len(bundle)} files, as its own manifest lists them: of another version of twellctl, "
     advice = f"twellctl export {checkpoint.name} OUT puts this twellctl's own there"
-    if scheme and scheme in SCHEMES.values():
+    if scheme and scheme.by_export:
         again = f"export the bf16 model again with --quantize {scheme.name}"
         advice = f"to have this twellctl's own, {again}"
     return Finding("bundle", "ok", f"{what}or changed together with the manifest", advice)

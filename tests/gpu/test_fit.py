@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from twellctl.convert import convert
 from twellctl.fitting.ffn import FfnText, GatedFfn
+from twellctl.fitting.grid import Grid
 from twellctl.fitting.layer import HowToFit, fit_layer
-from twellctl.fitting.rounding import Grid
 from twellctl.fitting.steps import Steps
 
 pytestmark = pytest.mark.gpu

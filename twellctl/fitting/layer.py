@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from twellctl.fitting.ffn import FfnText, GatedFfn
+from twellctl.fitting.grid import Codes, Grid
 from twellctl.fitting.least_squares import Products, solved, tf32
 from twellctl.fitting.rounded_ffn import RoundedFfn
-from twellctl.fitting.rounding import Codes, Grid
 from twellctl.fitting.steps import Steps, take_steps
 from twellctl.here.processes import same_in_all, sum_over_processes
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from twellctl.bundle import twell_int4
 from twellctl.fitting.block import Block
+from twellctl.fitting.grid import Codes, Grid, nearest_outputs
 from twellctl.fitting.least_squares import Products
-from twellctl.fitting.rounding import Codes, Grid, nearest_outputs
 
 TOKENS = 64  # for each input, on which sums are taken
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from twellctl.bundle import twell_int4
 from twellctl.fitting.ffn import GatedFfn
-from twellctl.fitting.rounding import Codes
+from twellctl.fitting.grid import Codes
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from twellctl.fitting.grid import AT_ONCE, Grid
 from twellctl.fitting.least_squares import COMPUTED
 from twellctl.fitting.linears import TOKENS
-from twellctl.fitting.rounding import AT_ONCE, Grid
 from twellctl.fitting.settings import GROUP_SIZES, Fit
 
 ROWS = {"cuda": 8192, "cpu": 64}  # of the weight that is rounded to measure

@@ -13,13 +13,13 @@ from twellctl.bundle.twell_config import PACKED, PACKED_PARTS
 from twellctl.bundle.twell_int4 import expanded
 from twellctl.errors import TwellError
 from twellctl.fitting.folder import windows_of
+from twellctl.fitting.grid import Grid
 from twellctl.fitting.kept import KeptLayers
 from twellctl.fitting.layer import HowToFit
 from twellctl.fitting.layerwise import Layerwise
 from twellctl.fitting.method import Method
 from twellctl.fitting.relu import ReluMethod
-from twellctl.fitting.rounded import RoundingMethod
-from twellctl.fitting.rounding import Grid
+from twellctl.fitting.rounding import RoundingMethod
 from twellctl.fitting.settings import Fit, Progress, rank_of_map
 from twellctl.fitting.source import group_size_for
 from twellctl.fitting.steps import Steps

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from twellctl.fitting.ffn import FfnText, GatedFfn
-from twellctl.fitting.rounding import Grid
+from twellctl.fitting.grid import Grid
 from twellctl.here.processes import average, num_processes
 
 SLOPE = 0.05  # width of the sigmoid of the backward pass

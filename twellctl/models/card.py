@@ -20,7 +20,7 @@ from twellctl.models.card_speed import UNTIMED, speed
 from twellctl.models.carried import CARD, REPORT_FILE, json_object
 from twellctl.models.checks import activation_key
 from twellctl.models.in_vllm import DENSELY, is_served_over_twell
-from twellctl.models.schemes import INT4, SCHEMES, scheme_of
+from twellctl.models.schemes import INT4, scheme_of
 from twellctl.models.verdict import verdict_of
 
 EVALUATION_VERSION = 1
@@ -125,7 +125,7 @@ def write_card(folder: Path, name: str, source: Path, **measured: Any) -> None:
     figures = Figures(_report(folder), **measured)
     base = config["twell"].get("source")
     scheme = scheme_of(config)
-    metrics = [] if scheme in SCHEMES.values() else _metrics(figures)
+    metrics = [] if scheme and scheme.by_export else _metrics(figures)
     tags = SPARSE if _is_sparse(config) else []
     card = _CARD.format(
         front=front_matter(name, base, source, tags, metrics),
@@ -155,7 +155,7 @@ def _state(config: dict[str, Any], figures: Figures) -> str:
     """What was done to the weights, beyond making the model ReLU."""
     twell, scheme = config["twell"], scheme_of(config)
     state = _QUANTISED.format(title=scheme.title, numbers=scheme.numbers) if scheme else ""
-    state += _ROUNDED_LATER if scheme in SCHEMES.values() else ""
+    state += _ROUNDED_LATER if scheme and scheme.by_export else ""
     if not _is_sparse(config):
         return state
     if num_mapped := twell.get("map_neurons"):
@@ -216,7 +216,7 @@ def _engines(config: dict[str, Any], word: str) -> str:
         sharpness=k,
         within=f"{0.28 / k:.1g}",
         in_vllm=_IN_FOUR_BITS if scheme is INT4 else in_vllm,
-        from_bf16=", from an export in bf16" if scheme in SCHEMES.values() else "",
+        from_bf16=", from an export in bf16" if scheme and scheme.by_export else "",
     )
 
 

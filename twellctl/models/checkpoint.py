@@ -16,7 +16,7 @@ from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import workspace_of
 from twellctl.models import checks
 from twellctl.models.defaults import completed, context_of, refuse_wrapped
-from twellctl.models.schemes import INT4, SCHEMES, Scheme, scheme_of
+from twellctl.models.schemes import INT4, Scheme, scheme_of
 from twellctl.models.shards import TensorInfo, other_weights, read_shards, with_weights
 
 SILU = ("silu", "swish")
@@ -149,7 +149,7 @@ class Checkpoint:
         if (scheme := self.scheme) is not None:
             twell = self.config["twell"]
             origin = twell.get("rounded_from") or twell.get("source")
-            made = "exported" if scheme in SCHEMES.values() else "made"
+            made = "exported" if scheme.by_export else "made"
             raise TwellError(
                 f"{self.name} is quantised already ({scheme.title}): take the model that it was "
                 f"{made} from{f', {shown(origin)}' if origin else ''}"

@@ -1,7 +1,7 @@
 """The schemes that weights of linear layers can be stored in instead of bf16. No torch.
 
 `SCHEMES` are those of `export --quantize`, which rounds each weight for itself (quantised.py).
-`INT4` is that of `convert --bits 4`, which rounds them inside a fit (fitting/rounding.py).
+`INT4` is that of `convert --bits 4`, which rounds them inside a fit (fitting/grid.py).
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,11 @@ class Scheme:
     kind: str
     dtypes: tuple[str, ...]
     package: str
+
+    @property
+    def by_export(self) -> bool:
+        """Whether `export --quantize` rounds to it, after a model was measured; else `convert`."""
+        return self.name in SCHEMES
 
     def quantization_config(self, kept: list[str], group_size: int | None = None) -> dict[str, Any]:
         """That block of config.json; `kept` are the layers that stay as they are."""

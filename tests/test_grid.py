@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from twellctl.fitting.grid import CLIP, Codes, Grid, nearest_outputs
 from twellctl.fitting.least_squares import NotSolved, Products
-from twellctl.fitting.rounding import CLIP, Codes, Grid, nearest_outputs
 
 GRID = Grid(8, torch.float32)
 
@@ -68,7 +68,7 @@ def test_how_many_inputs_are_passed_on_together_changes_nothing(monkeypatch, at_
     weight, inputs = drawn()
     gram = inputs.T @ inputs
     expected = GRID.by_sums(weight, gram, 1e-3)
-    monkeypatch.setattr("twellctl.fitting.rounding.AT_ONCE", at_once)
+    monkeypatch.setattr("twellctl.fitting.grid.AT_ONCE", at_once)
     found = GRID.by_sums(weight, gram, 1e-3)
     assert (found.codes != expected.codes).float().mean() < 0.02  # ties that sums decide
 
