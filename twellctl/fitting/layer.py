@@ -5,7 +5,8 @@
                weights, a bias without a bias; and a neuron whose gate is `w` always fires.
     shifts     gate n moves down by `threshold / (rms(up n) |down n|)`: so a neuron fires only where
                what it gives may be larger than the threshold, which is one for the whole model. One
-               that gives nothing moves until it does not fire.
+               that gives nothing moves until it does not fire. A threshold below zero moves all
+               gates up by as much.
     steps      of Adam on the FFN's weights and the map (`steps.py`), between two least squares.
                They hold the density that is measured after the shifts, not the one asked for: the
                threshold has shared that out among the layers, by what their neurons are worth.
@@ -107,8 +108,10 @@ def worth(ffn: GatedFfn, z: Tensor, weights: Tensor) -> Tensor:
 def shifts(ffn: GatedFfn, text: FfnText, threshold: float) -> Tensor:
     """`[N]`: how far each gate moves down: at most until it fires for no token.
 
-    What gives nothing would otherwise move without end.
+    What gives nothing would otherwise move without end. By a threshold below zero all move as far.
     """
+    if threshold < 0:
+        return torch.full_like(ffn.gate[:, 0], threshold)
     some = slice(None, None, max(1, len(text) // SCORED))
     z = text.z[some]
     largest = ffn.gates(z).amax(0).float().clamp(min=0)
