@@ -159,8 +159,9 @@ def _write_fit(checkpoint: Checkpoint, run: Path, stage: Path, fit: Fit, fitted:
     from twellctl.models.shard_writer import write_shards
 
     write_shards(fitted_tensors(checkpoint, run), stage)
-    settings = {k: v for k, v in dataclasses.asdict(fit).items() if k != "data"}
-    figures = {k: v for k, v in dataclasses.asdict(fitted).items() if k != "wanted"}  # a setting
+    figures = dataclasses.asdict(fitted)
+    settings = dataclasses.asdict(fit) | {"density": figures.pop("wanted")}
+    del settings["data"]
     (stage / FIT_FILE).write_text(json_text({"settings": settings} | figures), encoding="utf-8")
 
 

@@ -20,7 +20,7 @@ from twellctl.fitting.layerwise import Layerwise
 from twellctl.fitting.method import Method
 from twellctl.fitting.relu import ReluMethod
 from twellctl.fitting.rounding import RoundingMethod
-from twellctl.fitting.settings import Fit, Progress, rank_of_map
+from twellctl.fitting.settings import Fit, Progress, density_of, rank_of_map
 from twellctl.fitting.source import group_size_for
 from twellctl.fitting.steps import Steps
 from twellctl.fitting.walk import HeldOut, Text, Walk
@@ -93,8 +93,7 @@ def fit_weights(
         held = walk.held_out()
     held.refuse_broken(checkpoint.config["vocab_size"])
     seconds, kept = time.monotonic() - began, walk.num_kept
-    wanted = 1.0 if fit.keep_activation else fit.density
-    return Fitted(rank, fitted.numel(), wanted, layers, held, seconds, kept)
+    return Fitted(rank, fitted.numel(), density_of(fit), layers, held, seconds, kept)
 
 
 def _method(checkpoint: Checkpoint, fit: Fit, rank: int, dtype: torch.dtype) -> Method:
@@ -102,7 +101,7 @@ def _method(checkpoint: Checkpoint, fit: Fit, rank: int, dtype: torch.dtype) -> 
     if grid and fit.keep_activation:
         return RoundingMethod(grid)
     steps = Steps(fit.steps, fit.step_tokens, fit.step_rate, 0) if fit.steps else None
-    return ReluMethod(fit.density, HowToFit(rank, fit.ridge, dtype, steps, grid))
+    return ReluMethod(density_of(fit), HowToFit(rank, fit.ridge, dtype, steps, grid))
 
 
 def _opened(checkpoint: Checkpoint, seq_len: int) -> Layerwise:

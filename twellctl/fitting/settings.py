@@ -27,10 +27,11 @@ class Fit:
     )
     text_column: str = setting("text", "The column that holds the text.")
     tokens: int = setting(2_000_000, "Tokens of text to fit on.", at_least=1024)
-    density: float = setting(
-        0.15,
+    density: float | None = setting(
+        None,
         "Target share of neurons that fire per token, averaged over the layers. Above what ReLU "
-        "lets through, about 20 %, gates move up: by 0.2 at most, which adds some 6 %.",
+        "lets through, about 20 %, gates move up: by 0.2 at most, which adds some 6 %. "
+        "[default: 0.15, or 0.18 with --bits]",
         above=0,
         at_most=1,
     )
@@ -84,6 +85,15 @@ def windows_held_out(fit: Fit, count: int | None = None) -> int:
     if count is not None:
         some = min(some, 8 * count // 9)
     return fit.eval_windows or min(32, max(1, some // 8))
+
+
+def density_of(fit: Fit) -> float:
+    """The density asked for, or what is worth its bytes: in 4 bits more is."""
+    if fit.keep_activation:
+        return 1.0
+    if fit.density is not None:
+        return fit.density
+    return 0.18 if fit.bits else 0.15
 
 
 def rank_of_map(fit: Fit, hidden_size: int, num_neurons: int) -> int:
