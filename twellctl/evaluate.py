@@ -22,11 +22,12 @@ from twellctl.evaluation.settings import Doing, Evaluating, Paths, Progress
 from twellctl.evaluation.sound_tasks import leave_out_unsound
 from twellctl.evaluation.subject import Opened, Subject, Wrote
 from twellctl.evaluation.windows import facts, score_text, window_length
-from twellctl.firing.grouping import GroupedWindows, grouped_windows, kind_and_path
+from twellctl.firing.grouping import GroupedWindows, grouped_windows
 from twellctl.models.bytes_read import bytes_read
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, fingerprint
 from twellctl.settings import chosen
+from twellctl.text.files import kind_and_path
 from twellctl.text.reading import read_prompts, read_texts
 from twellctl.text.tokens import Messages
 

@@ -33,7 +33,7 @@ from twellctl.models.carried import model_files
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.verdict import Verdict
 from twellctl.screens import ui
-from twellctl.text.files import text_files
+from twellctl.text.files import kind_and_path, text_files
 from twellctl.text.written import hold_out, is_unfinished
 from twellctl.training.recipe import RECIPE_FILE, resolve_recipe, run_folder
 from twellctl.training.recipe import settings as settings_of
@@ -252,8 +252,6 @@ def _file_digest(name: str) -> str:
 
 def _path(name: str) -> str:
     """FILE of FILE and of NAME=FILE."""
-    from twellctl.firing.grouping import kind_and_path  # brings torch
-
     return kind_and_path(name)[1]
 
 

@@ -4,11 +4,8 @@ The group of a token is its kind and the bucket of its position: 0, 1, 2-3, 4-7 
 two. While the model runs, only one sum a group and layer is kept (`LayerCount.by_group`).
 """
 
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from torch import Tensor
 from twellctl.firing.counts import LayerCount
 from twellctl.firing.profiled import KindDensity, PositionDensity
 from twellctl.text.blocks import spread_windows, token_stream
+from twellctl.text.files import kind_and_path
 from twellctl.text.reading import read_texts, text_files
 from twellctl.text.tokens import opening_of
 
@@ -112,12 +110,3 @@ def grouped_windows(
 
 def _bucket(position: int) -> int:
     return position.bit_length()
-
-
-def kind_and_path(entry: str) -> tuple[str, str]:
-    """NAME and FILE of NAME=FILE; a path alone is named by its stem, a folder by its name."""
-    named = re.fullmatch(r"([^/=]+)=(.+)", entry)
-    if named and not Path(entry).exists():
-        return named[1], named[2]
-    whole = Path(os.path.abspath(entry))
-    return (whole.name if whole.is_dir() else whole.stem), entry

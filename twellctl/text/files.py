@@ -7,6 +7,7 @@ that others are read.
 import codecs
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -42,6 +43,15 @@ def kind_of(path: Path) -> str:
     inner = path.with_suffix("") if path.suffix in PACKED else path
     suffix = inner.suffix
     return "" if path.suffix in PACKED and suffix in TABLES else suffix
+
+
+def kind_and_path(entry: str) -> tuple[str, str]:
+    """NAME and FILE of NAME=FILE; a path alone is named by its stem, a folder by its name."""
+    named = re.fullmatch(r"([^/=]+)=(.+)", entry)
+    if named and not Path(entry).exists():
+        return named[1], named[2]
+    whole = Path(os.path.abspath(entry))
+    return (whole.name if whole.is_dir() else whole.stem), entry
 
 
 def text_files(paths: list[str]) -> list[Path]:
