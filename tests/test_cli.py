@@ -26,6 +26,7 @@ COMMANDS = (
     "serve-local",
     "doctor",
     "eval",
+    "plot",
     "bench model",
     "bench decode",
 )

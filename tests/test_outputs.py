@@ -241,7 +241,7 @@ def test_a_written_file_stays_a_link(tmp_path):
 def test_what_was_measured_is_shown_though_its_file_cannot_be_written(
     cli, relu_llama, text_file, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(Path, "write_text", no_space)
+    monkeypatch.setattr(Path, "write_bytes", no_space)
     made = tmp_path / "made.json"
     words = ("--data", text_file, "--windows", 2, "--seq-len", 16, "--json", made)
     code, out, err = cli("eval", relu_llama, *words)

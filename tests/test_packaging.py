@@ -85,6 +85,7 @@ def test_the_wheel_holds_everything_and_nothing_but_the_package(built):
     found = set().union(*(sources(folder, DATA[folder]) for folder in DATA))
     assert found > STAYS
     data = {f"twellctl/_data/{name}" for name in found - STAYS}
+    assert not [name for name in names if name.endswith((".svg", ".json"))]  # figures stay, too
     inside = {name for name in names if ".dist-info/" not in name}
     assert inside == sources("twellctl", (".py", ".html", ".css", ".js", ".typed")) | data
     assert {f"twellctl/serving/page.{kind}" for kind in ("html", "css", "js")} <= inside

@@ -11,6 +11,7 @@ from twellctl.evaluation.results import AnswerScore
 from twellctl.evaluation.settings import Comparing, Doing, Progress
 from twellctl.evaluation.subject import Opened
 from twellctl.models.loading import default_device
+from twellctl.report.charts import Curves, Line, Panel, short_name
 from twellctl.report.notebook import Shown
 from twellctl.settings import chosen
 from twellctl.text.reading import read_prompts
@@ -56,6 +57,20 @@ class Compared(Shown):
     pairs: tuple[Pair, ...]
     score: AnswerScore
     left_out: int = 0
+
+    def to_chart(self) -> Curves:
+        """The share of the answers that are still the same after so many tokens."""
+        parted = [pair.tokens for pair in self.pairs if not pair.agrees]
+        last = max((pair.tokens for pair in self.pairs), default=0)
+        x = sorted({0, *parted, last})
+        same = [1 - sum(at <= tokens for at in parted) / max(1, len(self.pairs)) for tokens in x]
+        title = "Answers still the same after so many tokens"
+        base, sparse = map(short_name, self.names)
+        return Curves(
+            f"{sparse} beside {base}",
+            [Panel(title, "tokens of the answer", x, [Line("same", same)], steps=True)],
+            counted(len(self.pairs), "answer"),
+        )
 
 
 def compare(

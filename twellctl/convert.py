@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
     from twellctl.fitting.run import Fitted
+    from twellctl.report.charts import Curves
 
 Doing = Callable[[str], None]
 
@@ -60,6 +61,12 @@ class Converted(Shown):
     fitted: "Fitted | None" = None
     bytes_read: int | None = None
     source_bytes_read: int | None = None
+
+    def to_chart(self) -> "Curves":
+        """How each layer of a fitted model came out."""
+        if self.fitted is None:
+            raise TwellError(f"{self.out} was not fitted: there is nothing to plot")
+        return self.fitted.to_chart(self.out.name)
 
 
 def convert(

@@ -37,11 +37,12 @@ from twellctl.models.loading import (
     quiet_transformers,
     skeleton,
 )
+from twellctl.report.charts import Curves
 from twellctl.report.notebook import Shown
 from twellctl.text.blocks import Blocks
 from twellctl.training import runs
 from twellctl.training.build import build_trainer, for_model, micro_batch
-from twellctl.training.history import History
+from twellctl.training.history import History, chart_of
 from twellctl.training.launcher import checked_recipe
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import (
@@ -88,6 +89,11 @@ class FineTuned(Shown):
     density_by_layer: list[float]
     target_density: float | None
     answers: AnswerScore | None = None
+
+    def to_chart(self) -> Curves:
+        """The history that is in `out`."""
+        title = f"{self.out.name}: {self.num_steps} steps, {self.num_tokens} tokens"
+        return chart_of(self.out / METRICS_FILE, title, self.target_density)
 
 
 class Interrupted(TwellError):

@@ -29,6 +29,7 @@ _OFTEN = (  # options of finetune that its short help has
     "resume",
     "overwrite",
     "dry_run",
+    "plot",
 )
 
 
@@ -60,6 +61,7 @@ command(app, "eval exported --reference owner/model --data heldout.jsonl", group
     measure.evaluate
 )
 command(app, "compare owner/model exported", group=MAKE)(measure.compare)
+command(app, "plot 15%=eval-15.json 22%=eval-22.json kept.svg", group=MAKE)(measure.plot)
 command(app, "export sparse exported --profile profile.json", group=MAKE)(make.export)
 command(app, "run coder.yaml", group=MAKE)(pipeline.run)
 command(app, "generate exported 'Once upon a time'", group=USE)(use.generate)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from twellctl.bench.settings import DecodeSettings, ModelSettings
-from twellctl.cli.command import JsonFile, command, result_writer, show_help
+from twellctl.cli.command import JsonFile, command, plot_option, result_writer, show_help
 from twellctl.errors import TwellError
 from twellctl.screens import ui
 from twellctl.screens.bench import benched, decoded
@@ -36,7 +36,12 @@ def model(*, flags: Annotated[dict, ModelSettings], json: JsonFile = None) -> No
 
 
 @command(app, "bench decode exported --data heldout.jsonl --batch 1", name="decode")
-def decode(*, flags: Annotated[dict, DecodeSettings], json: JsonFile = None) -> None:
+def decode(
+    *,
+    flags: Annotated[dict, DecodeSettings],
+    json: JsonFile = None,
+    plot: Annotated[Path | None, plot_option("steps per second and their floors")] = None,
+) -> None:
     """Time decoding token by token of a whole model, with TwELL and dense.
 
     All forms run in the engine of serve-local. The dense form has its own kernels for few tokens,
@@ -46,13 +51,17 @@ def decode(*, flags: Annotated[dict, DecodeSettings], json: JsonFile = None) -> 
     """
     from twellctl.bench.decode import bench_decode
 
-    _run(bench_decode, DecodeSettings(**flags), json, decoded)
+    _run(bench_decode, DecodeSettings(**flags), json, decoded, plot)
 
 
 def _run(
-    bench: Callable[..., Any], settings: Any, json: Path | None, screen: Callable[[Any], None]
+    bench: Callable[..., Any],
+    settings: Any,
+    json: Path | None,
+    screen: Callable[[Any], None],
+    plot: Path | None = None,
 ) -> None:
-    write_result = result_writer(json, "command", "bench")
+    write_result = result_writer(json, "command", "bench", plot)
     # what a compiler prints is no result
     with contextlib.redirect_stdout(sys.stderr), ui.progress("samples") as progress:
         found = bench(settings, note=ui.note, progress=progress)

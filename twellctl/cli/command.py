@@ -1,5 +1,6 @@
 """What commands share: --quiet, --json, an example, help as wide as the terminal. No torch."""
 
+import contextlib
 import inspect
 import os
 from collections.abc import Callable
@@ -202,12 +203,33 @@ def show_help(context: typer.Context) -> None:
         raise typer.Exit
 
 
-def result_writer(path: Path | None, key: str, kind: str) -> Callable[..., None]:
+def plot_option(what: str) -> Any:
+    """--plot of a command, of which it draws `what`."""
+    text = f"Where to draw {what}: svg, png or pdf, by the ending."
+    return typer.Option("--plot", metavar="FILE", help=text)
+
+
+def plot_writer(path: Path | None) -> Callable[[Any], None]:
+    """Refuse a file that no plot could be written to; the function that is returned draws a
+    result there."""
+    if path is None:
+        return lambda found: None
+    from twellctl.report.plot_file import check_plot, write_plot
+
+    check_plot(path)
+    return lambda found: write_plot(found.to_chart(), path)
+
+
+def result_writer(
+    path: Path | None, key: str, kind: str, plot: Path | None = None
+) -> Callable[..., None]:
     """Refuse a file that could not be written, or that is not a JSON of that `kind`, with `key`.
 
     The function that is returned shows a result on the screen and writes its JSON to `path`, or
-    only its JSON to stdout. Neither is lost where the other fails; `then` is called after both.
+    only its JSON to stdout, and draws it into `plot`. None is lost where another fails; `then` is
+    called after all.
     """
+    draw = plot_writer(plot)
 
     def check() -> None:
         if path is not None and path != STDOUT:
@@ -216,14 +238,14 @@ def result_writer(path: Path | None, key: str, kind: str) -> Callable[..., None]
     def write_result(
         found: Any, screen: Callable[[Any], None], then: Callable[[Any], None] = lambda found: None
     ) -> None:
-        if path == STDOUT:
-            print(json_text(found.to_json()), end="")
-            return
-        try:
-            screen(found)
-        finally:
+        with contextlib.ExitStack() as left:
+            left.callback(draw, found)
+            if path == STDOUT:
+                print(json_text(found.to_json()), end="")
+                return
             if path is not None:
-                write_file(path, json_text(found.to_json()), check)
+                left.callback(lambda: write_file(path, json_text(found.to_json()), check))
+            screen(found)
         then(found)
 
     check()

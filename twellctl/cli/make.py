@@ -7,9 +7,18 @@ from typing import Annotated
 
 import typer
 
-from twellctl.cli.command import Model, Out, Overwrite, Revision, be_quiet_unless_first
+from twellctl.cli.command import (
+    Model,
+    Out,
+    Overwrite,
+    Revision,
+    be_quiet_unless_first,
+    plot_option,
+    plot_writer,
+    process_rank,
+)
 from twellctl.cli.use import TemplateArguments
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, UsageError
 from twellctl.fitting.settings import Fit
 from twellctl.models.schemes import SCHEMES
 from twellctl.screens import make as screen
@@ -65,6 +74,7 @@ def convert(
     revision: Revision = None,
     overwrite: Overwrite = False,
     dry_run: DryFit = False,
+    plot: Annotated[Path | None, plot_option("what a fit came to, by layer")] = None,
     flags: Annotated[dict, Fit],
 ) -> None:
     """Convert a model with SiLU or GELU gates to ReLU.
@@ -79,6 +89,9 @@ def convert(
     until it is fine-tuned.
     """
     be_quiet_unless_first()
+    if plot and (dry_run or "data" not in flags):
+        raise UsageError("--plot shows what a fit came to: give --data, and no --dry-run")
+    draw = plot_writer(plot)
     ui.doing(f"converting {model}")
     from twellctl.convert import convert as run
 
@@ -102,6 +115,8 @@ def convert(
             _note_kept_layers(out)
         raise
     screen.converted(done, model)
+    if not process_rank():
+        draw(done)
 
 
 def _note_kept_layers(out: Path) -> None:
@@ -159,6 +174,7 @@ def finetune(
     resume: Resume = False,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
+    plot: Annotated[Path | None, plot_option("loss, density and price by step")] = None,
     target_sparsity: Annotated[float | None, typer.Option(hidden=True)] = None,  # 1 - density
     flags: Annotated[dict, Recipe],
 ) -> None:
@@ -177,6 +193,9 @@ def finetune(
     recipe_file = file_of(recipe)
     settings = resolve_recipe(recipe or recipe_to_resume(out, resume), flags)
     check_report_to(settings.report_to)
+    if plot and dry_run:
+        raise UsageError("--plot shows a run that was taken: without --dry-run")
+    draw = plot_writer(plot)
     ui.doing("loading PyTorch and transformers")
     if dry_run:
         _try_out(model, settings)
@@ -194,6 +213,8 @@ def finetune(
         progress=RunScreen(),
     )
     screen.finetuned(done)
+    if not process_rank():
+        draw(done)
 
 
 def _try_out(model: str, settings: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""The commands that measure: profile, eval and compare. Nothing heavy is imported before."""
+"""The commands that measure: profile, eval, compare and plot. Nothing heavy is imported before."""
 
 from functools import partial
 from pathlib import Path
@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from twellctl.cli.command import JsonFile, result_writer
+from twellctl.cli.command import JsonFile, plot_option, plot_writer, result_writer
 from twellctl.cli.use import TemplateArguments
+from twellctl.errors import UsageError, counted
 from twellctl.evaluation.settings import Comparing, Evaluating, Reading
 from twellctl.screens import measure as screen
 from twellctl.screens import ui
@@ -21,6 +22,7 @@ def profile(
         Path | None,
         typer.Option(metavar="FILE", help="Write the profile here, for export; - means stdout."),
     ] = None,
+    plot: Annotated[Path | None, plot_option("what fires")] = None,
 ) -> None:
     """Count which neurons fire.
 
@@ -30,7 +32,7 @@ def profile(
     """
     from twellctl.firing.profiled import PROFILE_KEY
 
-    write_result = result_writer(json, PROFILE_KEY, "profile")
+    write_result = result_writer(json, PROFILE_KEY, "profile", plot)
     ui.doing(f"reading the text and {model}")
     from twellctl.profile import profile as run
 
@@ -47,6 +49,7 @@ def evaluate(
     flags: Annotated[dict, Evaluating],
     chat_template_kwargs: TemplateArguments = None,
     json: JsonFile = None,
+    plot: Annotated[Path | None, plot_option("tasks kept against bytes read for a token")] = None,
 ) -> None:
     """Measure how good a model is.
 
@@ -57,10 +60,13 @@ def evaluate(
     On tasks, it measures the share of right answers. For choices, that is by likelihood (acc) and
     by likelihood per character (acc_norm), next to the score of guessing. Other tasks are answered
     greedily, by --reference too (default: the source in config.json). It shows which were lost.
+    twellctl plot draws several evaluations together.
     """
     from twellctl.evaluation.results import VERSION_KEY
 
-    write_result = result_writer(json, VERSION_KEY, "evaluation")
+    if plot and "tasks" not in flags:
+        raise UsageError("--plot shows tasks kept: give --tasks")
+    write_result = result_writer(json, VERSION_KEY, "evaluation", plot)
     ui.doing("loading PyTorch and transformers")
     from twellctl.evaluate import evaluate as run
 
@@ -84,6 +90,7 @@ def compare(
     sparse: Annotated[str, typer.Argument(metavar="SPARSE", help="The model made from it.")],
     flags: Annotated[dict, Comparing],
     chat_template_kwargs: TemplateArguments = None,
+    plot: Annotated[Path | None, plot_option("how long answers stay the same")] = None,
 ) -> None:
     """Show two models' answers side by side.
 
@@ -91,6 +98,7 @@ def compare(
     continues. Then it shows how far the models agree on BASE's answers, and a verdict on what users
     will notice.
     """
+    draw = plot_writer(plot)
     ui.doing("loading PyTorch and transformers")
     from twellctl.compare import compare as run
 
@@ -104,3 +112,26 @@ def compare(
         progress=stage.show,
     )
     screen.compared(done)
+    draw(done)
+
+
+def plot(
+    *,
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]FILE", help="JSONs of eval, or lists of points. NAME: its label."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="An svg, png or pdf to write.")],
+) -> None:
+    """Draw what several models keep.
+
+    The plot shows the share of tasks that each model keeps of its reference's, with standard
+    errors, against the bytes of linear layers that it reads for a token. Each evaluation is a
+    point. It must have tasks that both answer in their own words.
+    """
+    ui.doing("drawing")
+    from twellctl.plot import plot as run
+
+    ui.say(f"{out}: {counted(len(run(files, out)), 'point')}")

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from twellctl.evaluation.kept import chart_of, point_of
 from twellctl.firing.profiled import KindDensity
 from twellctl.models.verdict import Verdict, by_answers, judged
+from twellctl.report.charts import Points
 from twellctl.report.notebook import Shown
 
 SCHEMA_VERSION = 1
@@ -305,6 +307,10 @@ class Evaluation(Shown):
         """The mean of the tasks of choices; None unless there are several."""
         choices = [task for task in self.tasks if task.kind == "choices"]
         return TaskResult.over(choices) if len(choices) > 1 else None
+
+    def to_chart(self) -> Points:
+        """The tasks it keeps against bytes; `TwellError` if it does not say either."""
+        return chart_of([point_of(self.to_json(), f"the evaluation of {self.model}")])
 
     def to_json(self) -> dict:
         """The content of the file: its version first, then all fields, mean and verdict last."""

@@ -83,17 +83,18 @@ def staged(out: Path, **how) -> Iterator[Path]:
         yield stage
 
 
-def write_file(path: Path, text: str, check: Callable[[], None] = lambda: None) -> None:
-    """Write the file `path`, JSON or a page, whole or not at all, replacing an older one.
+def write_file(path: Path, content: str | bytes, check: Callable[[], None] = lambda: None) -> None:
+    """Write the file `path`, JSON, a page or a plot, whole or not at all, replacing an older one.
 
     `check`, a `check_file` of it, is asked again: something else may lie there by now.
     """
-    text = encodable(text, r"\\")  # two: after one, JSON would have the surrogate again
+    if isinstance(content, str):  # two: after one, JSON would have the surrogate again
+        content = encodable(content, r"\\").encode()
     target = _real(path)
     try:
         with workspace_beside(target) as workspace:
             new = workspace / "new"
-            new.write_text(text, encoding="utf-8")
+            new.write_bytes(content)
             check()
             new.replace(target)
     except OSError as error:

@@ -5,9 +5,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Self, get_origin, get_type_hints
 
-from twellctl.errors import TwellError, reason, shown
+from twellctl.errors import TwellError, counted, reason, shown
 from twellctl.files.outputs import write_file
 from twellctl.files.strict_json import json_text, read_json
+from twellctl.report.charts import Curves, Line, Panel, short_name
 from twellctl.report.notebook import Shown
 
 SCHEMA_VERSION = 1
@@ -120,6 +121,32 @@ class Profile(Shown):
     def dead_fraction(self) -> float:
         dead = sum(layer.dead for layer in self.layers)
         return dead / len(self.layers) / self.intermediate_size
+
+    def to_chart(self) -> Curves:
+        """What fires by layer, of each kind of text if there are several, and by position."""
+        N = self.intermediate_size
+        low, high = ([getattr(one, p) / N for one in self.layers] for p in ("nnz_p10", "nnz_p90"))
+        lines = [Line("mean, and 80% of the tokens", [x.density for x in self.layers], low, high)]
+        if len(self.by_kind) > 1:
+            lines += [Line(part.kind, part.layers) for part in self.by_kind]
+        dead = Line("dead", [layer.dead / N for layer in self.layers])
+        starts = [str(part.first) for part in self.by_position]
+        spans = Line("density", [part.density for part in self.by_position])
+        layers = range(len(self.layers))
+        return Curves(
+            title=f"{short_name(self.model)}: {self.density:.2%} of {N} neurons fire",
+            panels=[
+                Panel("Neurons that fire", "layer", layers, lines),
+                Panel("Neurons that never fired", "layer", layers, [dead]),
+                Panel(
+                    "Neurons that fire, by position",
+                    "position in the window, from",
+                    starts,
+                    [spans],
+                ),
+            ],
+            note=f"{counted(self.windows, 'window')} of {self.seq_len} tokens",
+        )
 
     def to_json(self) -> dict:
         """The content of the file: schema version and means first, then all fields."""

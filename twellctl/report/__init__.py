@@ -1,1 +1,1 @@
-"""Results, for people: tables in a notebook."""
+"""Results, for people: tables in a notebook, plots."""

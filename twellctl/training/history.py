@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from twellctl.errors import TwellError
 from twellctl.files.strict_json import parse_json, to_json
 from twellctl.models.carried import METRICS_FILE
+from twellctl.report.charts import Curves, Line, Panel
 from twellctl.training.trainer import SparseTrainer
 
 
@@ -79,6 +80,32 @@ class History(TrainerCallback):
             file.seek(self._at)
             file.write(f"{to_json(self.last)}\n".encode())
             file.truncate()
+
+
+def chart_of(path: Path, title: str, wanted: float | None) -> Curves:
+    """Losses, densities and the price, step by step, of the history in `path`.
+
+    `wanted` is the density that was asked for. Held-out figures are of fewer steps.
+    """
+    rows = _rows(path)
+
+    def lines(**named: str) -> list[Line]:
+        """Of figures by what they are of; one that no row has is left out."""
+        found = {of: [row.get(figure) for row in rows] for of, figure in named.items()}
+        return [Line(of.replace("_", " "), y) for of, y in found.items() if set(y) != {None}]
+
+    steps = [row["step"] for row in rows]
+    losses = lines(this_text="loss", held_out="held_out")
+    differ = lines(this_text="teacher_kl", held_out="held_out_kl")
+    fires = lines(this_text="density", held_out="held_out_density")
+    price = lines(price="price")
+    drawn = (
+        Panel("Cross-entropy, nats a token", "step", steps, losses, False, from_zero=False),
+        Panel("KL to the teacher, nats a token", "step", steps, differ, False),
+        Panel("Neurons that fire", "step", steps, fires, wanted=wanted),
+        Panel("Price of a neuron that fires", "step", steps, price, False),
+    )
+    return Curves(title, [panel for panel in drawn if panel.lines])
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
