@@ -52,7 +52,7 @@ class HistoryDecoder:
     shapes = ()
     max_rows = None
     prefill_chunk = 100
-    capturable = False
+    capturable = stable = False
 
     def __init__(self, num_pages: int = 40):
         self.calls: list[tuple] = []
@@ -105,16 +105,16 @@ class HistoryDrafter:
     """Proposes what a `HistoryDecoder` writes, but for every `wrong`-th position of a sequence."""
 
     def __init__(self, decoder: HistoryDecoder, num_drafts: int, wrong: int):
-        self.decoder, self.num_drafts, self.wrong = decoder, num_drafts, wrong
-        self.passes = 0
+        self.decoder, self.most_drafts, self.wrong = decoder, num_drafts, wrong
+        self.passes, self.max_rows = 0, None
 
-    def draft(self, fields: Tensor, tables: Tensor) -> Tensor:
+    def draft(self, fields: Tensor, tables: Tensor, count: int, *how) -> Tensor:
         self.passes += 1
         rows = zip(
             fields[Field.TOKEN].tolist(), fields[Field.POSITION].tolist(), tables, strict=True
         )
-        return torch.tensor([self._after(*row) for row in rows], dtype=torch.int32)
+        return torch.tensor([self._after(*row, count) for row in rows], dtype=torch.int32)
 
-    def _after(self, token: int, position: int, table: Tensor) -> list[int]:
+    def _after(self, token: int, position: int, table: Tensor, count: int) -> list[int]:
         history = [*self.decoder.history(table, position), token]
-        return expected(history, self.num_drafts, self.wrong)
+        return expected(history, count, self.wrong)

@@ -15,7 +15,9 @@ from twellctl.bundle.twell_ways import FEW_WAYS, Way
 from twellctl.decoding import few_ways, kernel_decoder, kernel_fit
 from twellctl.decoding.attention import Rotary, head_width
 from twellctl.decoding.pages import PAGE
-from twellctl.decoding.sampler import Field, choose
+from twellctl.decoding.rounds import inputs_of
+from twellctl.decoding.sampler import Field
+from twellctl.decoding.step_end import Record, StepEnd, _of_each_token
 
 H200 = Limits(132, 227 << 10, (9, 0))
 SIZES = {"hidden_size": 64, "head_dim": 64}
@@ -39,15 +41,18 @@ class Kernels:
         logits, fields, fired, records = (
             args[of] for of in ("logits", "fields", "fired", "record")
         )
-        assert (name, grid[1], args["V"]) == ("choose", *logits.shape)
-        assert (args["Q"], args["L"]) == (1, len(fired))
-        assert len(args["best"]) >= len(logits) <= len(args["tickets"])
+        assert (name, grid[1], args["V"], args["L"]) == ("choose", *logits.shape, len(fired))
+        B, Q = len(logits) // args["Q"], args["Q"]
+        assert len(args["best"]) >= len(logits)
+        assert len(args["tickets"]) >= B
+        assert (args["tokens"] is None) == (args["positions"] is None) == (Q == 1)
+        inputs = (args["tokens"], args["positions"]) if Q > 1 else inputs_of(fields, None)
         if records.dim() > 3:
             records = records[fields[Field.SLOT, 0]]
         fields[Field.SLOT] ^= 1
-        records[:, 0, 0] = fields[Field.TOKEN] = choose(logits, fields, True)
-        records[:, 0, 1 : 1 + len(fired)] = fired[..., 0].T
-        fields[Field.POSITION] = (fields[Field.POSITION] + 1).minimum(fields[Field.LIMIT])
+        wide = _of_each_token(fields, inputs[1])
+        end = StepEnd(Record([1] * len(fired), args["V"]), None, B, logits.device, Q)
+        end._by_torch(logits, fired, inputs, wide, fields, records, True)
 
 
 def rotated(heads: Tensor, angles: tuple[Tensor, Tensor], turned: int) -> Tensor:

@@ -3,12 +3,16 @@
 import re
 
 import pytest
+import torch
 from compiled import EVERY_CASE
 from emulated_kernels import EmulatedKernels, needs_emulator
 from test_emulated_grad import asked, on_cpu
 
+from twellctl.bundle.twell_few import few_gated, few_linear
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import few_down_entries
+from twellctl.bundle.twell_weights import FFN, plain_weight
+from twellctl.decoding.stable import STABLE_ROWS
 
 pytestmark = needs_emulator
 
@@ -61,3 +65,23 @@ class FewKernels(EmulatedKernels):
         walk = re.match(r"few_walk_(\d)", name)
         cluster = sizes.blocks if sizes else int(walk[1]) if walk else 1
         super().launch(name, grid, block, args, smem_bytes, cluster=cluster)
+
+
+@pytest.mark.parametrize("K", [576, 16384])  # whose x does not stay for more than a few tokens
+def test_bits_of_a_token_do_not_depend_on_others(kernels, K):
+    """What stable decoding rests on (twellctl/decoding/stable.py)."""
+    tokens = (2, 12, STABLE_ROWS) if EVERY_CASE else (2, 12)
+    torch.manual_seed(0)
+    x = torch.randn(max(tokens), K).bfloat16()
+    gate, up = (plain_weight(torch.randn(24, K).bfloat16() / 16) for _ in range(2))
+    ffn = FFN(gate, up, plain_weight(torch.zeros(K, 24).bfloat16()))
+    products = {
+        "linear": lambda rows: few_linear(kernels, H200, rows, gate),
+        "ahead": lambda rows: few_linear(kernels, H200, rows, gate, ahead=True),
+        "logits": lambda rows: few_linear(kernels, H200, rows, gate, wide=True),
+        "gated": lambda rows: few_gated(kernels, H200, rows, ffn),
+    }
+    for name, product in products.items():
+        alone = torch.cat([product(row[None]) for row in x])
+        for count in tokens:
+            assert torch.equal(product(x[:count]), alone[:count]), (name, count)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from attached import attached
 from compiled import EVERY_CASE
+from exact_pairs import like_a_fit
 from greedy import run_all
 from played_kernels import H200, SIZES, TWELL, Kernels, stand_in
 from torch import nn
@@ -18,6 +19,7 @@ from twellctl.decoding.kernel_decoder import KernelDecoder, _pad_rows
 from twellctl.decoding.opening import SLOW, describe_decoder, open_scheduler
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import PAGE
+from twellctl.decoding.stable import STABLE_ROWS, why_not_stable
 from twellctl.models.quantised import round_model
 from twellctl.models.schemes import SCHEMES
 
@@ -116,6 +118,30 @@ def test_with_another_activation_than_relu(tiny, generated, family, changes):
     assert {token.densities for token in tokens} == {()}
 
 
+@pytest.mark.parametrize(
+    ("family", "activation", "drafts"),
+    [("llama", "silu", 7), ("phi3", "gelu", 3), ("llama", "relu", 1)],
+)
+def test_a_fit_drafts_for_its_original(
+    tiny, generated, prompts, monkeypatch, family, activation, drafts
+):
+    """Over one cache, and one tensor of each weight that both have."""
+    sizes = SIZES | {"intermediate_size": 128} | ({"hidden_size": 256} if family == "phi3" else {})
+    model = tiny(family, **sizes, hidden_act=activation)
+    known = [generated(model, prompt, 12) for prompt in prompts]
+    fit = like_a_fit(model)
+    monkeypatch.setattr(KernelDecoder, "why_not", staticmethod(lambda model: None))
+    how = {"max_running": 3, "draft": fit, "drafts": drafts}
+    scheduler = open_scheduler(model, **how)
+    assert type(scheduler.decoder) is KernelDecoder
+    assert scheduler.decoder.max_rows == STABLE_ROWS
+    assert set(scheduler.decoder.ways(1)) == {"dense"}
+    assert run_all(scheduler, prompts, Sampling(12, 0))[0] == known
+    assert 0 < scheduler.kept_drafts < scheduler.drafted
+    for layer, other in zip(model.model.layers, fit.model.layers, strict=True):
+        assert layer.self_attn.o_proj.weight is other.self_attn.o_proj.weight
+
+
 @pytest.mark.parametrize("is_sparse", [True, False], ids=["sparse", "dense"])
 def test_a_model_that_was_decoded_can_be_trained_and_saved(tiny, prompts, tmp_path, is_sparse):
     model = tiny("qwen3", **SIZES)
@@ -175,7 +201,7 @@ def passes(decoder: KernelDecoder, tables: torch.Tensor) -> Iterator[torch.Tenso
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_two_decoders_over_one_model_and_one_cache(tiny, family, first):
     """Each gives what it gives alone, by turns with the other one; the model is as it was."""
-    sizes = SIZES | ({"hidden_size": 256} if family == "phi3" else {})
+    sizes = SIZES | {"intermediate_size": 128} | ({"hidden_size": 256} if family == "phi3" else {})
 
     def opened() -> PreTrainedModel:
         model = tiny(family, **sizes)
@@ -360,3 +386,15 @@ def test_a_step_is_one_kernel_where_model_and_gpu_are_such(tiny, monkeypatch):
     monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: False)
     takes.lm_head.bias = None
     assert "for Hopper" in module.why_not_one_kernel(takes)
+
+
+def test_what_the_kernels_do_not_stably(tiny, monkeypatch):
+    assert why_not_stable(tiny(**SIZES, intermediate_size=128)) is None
+    said = "a layer of LlamaForCausalLM has 136 inputs, no multiple of 64"
+    assert why_not_stable(odd := tiny(**SIZES, intermediate_size=136)) == said
+    monkeypatch.setattr(KernelDecoder, "why_not", staticmethod(lambda model: None))
+    assert describe_decoder(odd) == "twellctl's kernels"
+    assert describe_decoder(odd, stable=True) == f"transformers' own code ({said})"
+    rounded = tiny(**SIZES, intermediate_size=128)
+    round_model(rounded, SCHEMES["fp8"])
+    assert why_not_stable(rounded) == "the decode kernels are stable in bf16, not over e4m3"

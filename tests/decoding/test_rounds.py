@@ -21,7 +21,7 @@ def scheduler_of(
 ) -> Scheduler:
     decoder = HistoryDecoder(num_pages)
     drafter = HistoryDrafter(decoder, drafts, wrong)
-    return Scheduler(decoder, num_pages, max_running, eos, drafter)
+    return Scheduler(decoder, num_pages, max_running, eos, drafter, drafts)
 
 
 @pytest.mark.parametrize("budget", range(1, 12))

@@ -9,7 +9,7 @@ ended, as kernels/ptx/pdl.cuh says.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -131,11 +131,26 @@ def plan_attend(
     # a head of the new token for each position that they hold
     num_warps = 4 if blocks > at_once and 4 * _side_by_side(D) >= heads + 2 else 8
     by_length = min(-(-max_positions // _SPLIT_POSITIONS), _WAVES * at_once // blocks)
-    useful = -(-max_positions // (batch_positions(D) * num_warps))
-    if useful <= _WHOLE_BATCHES:
-        useful = 1
+    useful = _useful_splits(D, max_positions, num_warps)
     splits = max(1, min(max(at_once // blocks, by_length), useful, _MAX_SPLITS))
     return AttendPlan(B, H, Hkv, D, splits, num_warps, queries=queries)
+
+
+def plan_alike(
+    B: int, H: int, Hkv: int, D: int, max_positions: int, num_sms: int, queries: int, longest: int
+) -> AttendPlan:
+    """As `plan_attend`, but a token's result has the same bits for any `B`, `queries` and
+    `max_positions`: the splits are those of one row of up to `longest` positions, but for those
+    that no row uses."""
+    alone = plan_attend(1, H, Hkv, D, longest, num_sms)
+    splits = min(alone.splits, _useful_splits(D, max_positions, alone.num_warps))
+    return replace(alone, B=B, queries=queries, splits=splits)
+
+
+def _useful_splits(D: int, max_positions: int, num_warps: int) -> int:
+    """How many splits a row of so many positions uses, at most."""
+    useful = -(-max_positions // (batch_positions(D) * num_warps))
+    return 1 if useful <= _WHOLE_BATCHES else useful
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ captured once for each (bucket of rows, width of tables, variant of sampling).
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -45,7 +46,8 @@ class Batch:
     ):
         """`in_flight`: rounds whose records were not read yet, at most."""
         self.decoder, self._drafter = decoder, drafter
-        self.num_tokens = 1 if drafter is None else 1 + drafter.num_drafts  # of a row and round
+        # of a row and round, at most
+        self.num_tokens = 1 if drafter is None else 1 + drafter.most_drafts
         self.record = Record(decoder.neurons, decoder.vocab_size, decoder.mapped)
         device = decoder.device
         self._end = StepEnd(self.record, decoder.kernels, max_rows, device, self.num_tokens)
@@ -63,7 +65,7 @@ class Batch:
         self._slot = 0  # of those, the next round's; Field.SLOT says the same
         self._weights: Weights | None = None  # made for the first rows that need them
         self._grown: list[int] = []
-        self._runs: dict[tuple[int, int, Variant, bool], Callable[[], None]] = {}
+        self._runs: dict[tuple[int, int, Variant, int], Callable[[], None]] = {}
         self._captures = self._on_gpu and decoder.capturable
         self._uncaptured: set[Variant] = set()  # those that were tried in vain
         self._graph_memory = torch.cuda.graph_pool_handle() if self._captures else None
@@ -129,20 +131,34 @@ class Batch:
         self._host_tables.numpy()[row, place] = page
         self._grown.append(row)
 
-    def launch(self, num_pages: int, variant: Variant, *, drafts: bool = True) -> Round:
+    @property
+    def most_drafts(self) -> int:
+        """How many drafts a row may have in a round of the rows there are."""
+        if self._drafter is None:
+            return 0
+        B = self._bucket
+        if (self._drafter.max_rows or B) < B:
+            return 0
+        most, most_tokens = self._drafter.most_drafts, self.decoder.max_rows
+        return most if most_tokens is None else max(0, min(most, most_tokens // B - 1))
+
+    def launch(self, num_pages: int, variant: Variant, drafts: int = 0) -> Round:
         """Start a round of all rows; none of them has more than `num_pages` pages.
 
-        Without `drafts` each row reads one token and keeps one.
+        Each row reads its next token and `drafts`, up to `most_drafts`.
         """
         self._bring_tables()
-        B = next(bucket for bucket in self._buckets if bucket >= self._num_rows)
-        W = next(width for width in self._widths if width >= num_pages)
-        drafts = drafts and self._drafter is not None
+        B, W = self._bucket, next(width for width in self._widths if width >= num_pages)
         key = (B, W, self._end.kind_of(variant), drafts)
         if (run := self._runs.get(key)) is None:
             run = self._runs[key] = self._prepared(*key)
+        began = self._event(), time.perf_counter()
         run()
-        return self._followed(B, variant, self.num_tokens if drafts else 1)
+        return self._followed(B, variant, 1 + drafts, *began)
+
+    @property
+    def _bucket(self) -> int:
+        return next(bucket for bucket in self._buckets if bucket >= self._num_rows)
 
     def first(
         self,
@@ -179,26 +195,40 @@ class Batch:
             self._tables[self._grown[0]].copy_(self._host_tables[self._grown[0]], non_blocking=True)
         self._grown.clear()
 
-    def _followed(self, B: int, variant: Variant, num_tokens: int) -> Round:
+    def _event(self) -> torch.cuda.Event | None:
+        """One that comes after all so far, on a GPU; who drafts wants to know when that was."""
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event(enable_timing=self._drafter is not None)
+        event.record()
+        return event
+
+    def _followed(
+        self,
+        B: int,
+        variant: Variant,
+        num_tokens: int,
+        first: torch.cuda.Event | None,
+        began: float,
+    ) -> Round:
         """The round just launched, with the copy of its records after it, if it needs one."""
         on_host = self._records_on_host[self._slot]
         self._slot = (self._slot + 1) % len(self._records_on_host)
         if not self._writes_to_host(variant):
             on_host[:B].copy_(self._records[:B], non_blocking=True)
-        event = None
-        if self._on_gpu:
-            event = torch.cuda.Event()
-            event.record()
-        return Round(self._num_rows, num_tokens, on_host, event)
+        ends = None if first is None else (first, self._event())
+        return Round(self._num_rows, num_tokens, on_host, ends, time.perf_counter() - began)
 
-    def _round(self, B: int, W: int, variant: Variant, drafts: bool) -> None:
+    def _round(self, B: int, W: int, variant: Variant, drafts: int) -> None:
         fields, tables = self._fields[:, :B], self._tables[:B, :W]
-        proposed = self._drafter.draft(fields, tables) if drafts and self._drafter else None
+        weights = self._loaded_weights().first(B) if variant.weighed else None
+        proposed = None
+        if drafts and self._drafter:
+            proposed = self._drafter.draft(fields, tables, drafts, variant, weights)
         inputs = inputs_of(fields, proposed)
         Q = inputs[0].shape[1]
         logits, fired = self.decoder.run(*inputs, tables, last=Q)
         records = self._records_on_host if self._writes_to_host(variant) else self._records
-        weights = self._loaded_weights().first(B) if variant.weighed else None
         of_rows = records[..., :B, :Q, :]
         self._end(logits, fired, inputs, fields, of_rows, variant, weights)
 
@@ -207,7 +237,7 @@ class Batch:
             raise ValueError("no row was loaded with penalties, biases or a guide")
         return self._weights
 
-    def _prepared(self, B: int, W: int, variant: Variant, drafts: bool) -> Callable[[], None]:
+    def _prepared(self, B: int, W: int, variant: Variant, drafts: int) -> Callable[[], None]:
         """The round as a CUDA graph, or as it is where there are none."""
         run = partial(self._round, B, W, variant, drafts)
         if not self._captures or variant in self._uncaptured:

@@ -219,7 +219,8 @@ class Bulk:
         num_pages = max(len(s.pages) for _, s in rows)
         for _, sequence in rows:
             sequence.launched += count
-        return [self._batch.launch(num_pages, self._variant) for _ in range(count)], rows
+        how = num_pages, self._variant, self._batch.most_drafts
+        return [self._batch.launch(*how) for _ in range(count)], rows
 
     def _read(self, rounds: list[Round], rows: list[tuple[int, Sequence]]) -> list[Sequence]:
         """Wait for `rounds`; which of `rows` have ended."""

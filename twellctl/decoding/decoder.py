@@ -31,6 +31,8 @@ class Decoder(Protocol):
     shapes: Sequence[LayerShape]  # what each layer caches; empty: there is no cache in pages
     prefill_chunk: int  # tokens that a pass over prompts has at most, with those that fill up
     capturable: bool  # whether a pass with few tokens may be captured in a CUDA graph
+    # whether what a pass with few tokens gives for each of them has the same bits with any others
+    stable: bool
 
     @property
     def kernels(self) -> KernelSet | None:

@@ -62,6 +62,7 @@ from twellctl.decoding.few_ways import DENSE, few_ways, linear, with_activation
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.screening import open_screens
+from twellctl.decoding.stable import STABLE_ROWS
 from twellctl.decoding.step_plan import Pass, plan_steps
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.decoding.whole_step import DecoderLayer, WholeStep, takes_mapped
@@ -76,17 +77,26 @@ class KernelDecoder:
     """A `Decoder` (decoder.py). `sparse` False is the dense form, over the same kind of kernels.
 
     A model whose FFNs are not ReLU has that form alone. The dense form does not count what fires.
-    Several decoders may run over one model and one cache.
+    Several decoders may run over one model and one cache. `stable`: dense, as stable.py has it.
     """
 
     capturable = True
     why_not = staticmethod(kernel_fit.why_not)
 
-    def __init__(self, model: PreTrainedModel, sparse: bool = True, gates: str = WHOLE):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sparse: bool = True,
+        gates: str = WHOLE,
+        *,
+        stable: bool = False,
+    ):
         self._fit = fit = kernel_fit.fit_of(model)
-        self._sparse = sparse = sparse and fit.is_relu
+        self.stable, self._sparse = stable, sparse and fit.is_relu and not stable
+        sparse = self._sparse
         self._model = _own_copy(model, sparse=sparse, kind=fit.sizes.kind)
-        self.device, self.max_rows = model.device, fit.max_rows
+        self.device = model.device
+        self.max_rows = min(fit.max_rows, STABLE_ROWS) if stable else fit.max_rows
         self.kernels = kernels_for(own_kernels(), self.device.index)
         self._limits = device_limits(self.device.index)
         screens = sparse and gates == SCREENED and self._may_screen()
@@ -229,7 +239,7 @@ class KernelDecoder:
 
     def _make_whole_steps(self) -> dict[str, WholeStep]:
         """For steps of one row, if the model is such."""
-        if not self._fit.one_kernel:
+        if not self._fit.one_kernel or self.stable:
             return {}
         layers = self._layers
         if not self._sparse:  # larger batches read W_down by rows of K
@@ -284,7 +294,10 @@ class KernelDecoder:
         if (B, Q, width) not in self._attend_plans:
             sizes, kv_heads = self._fit.sizes, self._model.config.num_key_value_heads
             how = (B, sizes.H, kv_heads, sizes.D, width * PAGE, self._limits.num_sms, Q)
-            self._attend_plans[B, Q, width] = attention.plan_attend(*how)
+            plan = attention.plan_attend
+            if self.stable:  # by the context, not the cache: the next start may have another
+                plan = partial(attention.plan_alike, longest=self.context)
+            self._attend_plans[B, Q, width] = plan(*how)
         return self._attend_plans[B, Q, width]
 
     def _all_plans(self, reach: int) -> Iterator[attention.AttendPlan]:

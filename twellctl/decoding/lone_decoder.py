@@ -18,7 +18,7 @@ class LoneDecoder:
     """
 
     max_rows = 1
-    capturable = False
+    capturable = stable = False
     kernels = None
 
     def __init__(self, model: PreTrainedModel):

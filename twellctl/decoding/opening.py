@@ -9,12 +9,14 @@ from transformers import PreTrainedModel
 
 from twellctl.decoding.decode_engine import DecodeEngine
 from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.drafting import ModelDrafter
 from twellctl.decoding.engine import WHOLE
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.decoding.paged_cache import PagedCache, page_bytes
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.scheduler import Scheduler
+from twellctl.decoding.stable import why_not_stable
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.errors import TwellError
 from twellctl.models.loading import gpu_memory
@@ -55,42 +57,85 @@ def open_scheduler(
     max_running: int = MAX_RUNNING,
     gates: str = WHOLE,
     decoder: Decoder | None = None,
+    stable: bool = False,
+    draft: PreTrainedModel | None = None,
+    drafts: int | None = None,
 ) -> Scheduler:
     """What continues sequences of `model`, up to `max_running` at once, in the calling thread.
 
     `extra_eos`: tokens that end a text, like the tokenizer's, with those that the model's configs
     name. `cache_bytes` bounds the key-value cache; None: a share of the GPU's free memory, or
     `CPU_CACHE_BYTES`. `gates` as of `KernelDecoder`. `decoder`: another one than
-    `open_decoder` would choose.
+    `open_decoder` would choose. `stable`: tokens do not depend on who is beside (stable.py).
+
+    `draft`: a model with the attention of `model`, a fit of it, that drafts (drafting.py); the
+    tokens are those of `model`, stably. `drafts`: how many, None: what pays. `TwellError` for
+    models that no decoder can drive so.
     """
     ends = eos_tokens(model, extra_eos)
-    decoder = decoder or open_decoder(model, gates)
+    decoders: list[Decoder] = [] if decoder is None else [decoder]
+    if draft is not None:
+        decoders = open_pair(model, draft, gates)
+    elif not decoders:
+        decoders = [open_decoder(model, gates, stable=stable)]
+    decoder, *others = decoders
     pages = num_pages(decoder, cache_bytes, max_running, decoder.context)
     with torch.inference_mode():
-        decoder.attach(PagedCache(decoder.shapes, pages, decoder.device))
-    return Scheduler(decoder, pages, max_running, ends)
+        cache = PagedCache(decoder.shapes, pages, decoder.device)
+        # the drafter first: it may lay the head anew, which both share
+        for each in (*others, decoder):
+            each.attach(cache)
+    drafter = ModelDrafter(others[0], max_running) if others else None
+    return Scheduler(decoder, pages, max_running, ends, drafter, drafts)
 
 
-def open_decoder(model: PreTrainedModel, gates: str = WHOLE) -> Decoder:
+def open_decoder(model: PreTrainedModel, gates: str = WHOLE, *, stable: bool = False) -> Decoder:
     """The best decoder that can drive `model`; a slow one is logged."""
-    kind, why = _choose(model)
-    if kind is LoneDecoder or (why and model.device.type == "cuda"):
-        logger.warning("the engine runs %s", describe_decoder(model))
-    return kind(model, gates=gates) if kind is KernelDecoder else kind(model)
+    kind = _chosen(model, stable=stable)
+    how: dict[str, Any] = {} if kind is LoneDecoder else {"stable": stable}
+    return kind(model, **how, **_gates_of(kind, gates))
 
 
-def describe_decoder(model: PreTrainedModel) -> str:
-    """In words: the decoder that `open_decoder` takes for `model`, and why not a better one."""
-    kind, why = _choose(model)
-    slow = SLOW if model.device.type == "cuda" else ""
+def open_pair(model: PreTrainedModel, draft: PreTrainedModel, gates: str = WHOLE) -> list[Decoder]:
+    """Decoders of one kind, for one cache: a stable one of `model`, and one of `draft`."""
+    kind, why = _choose(model, draft, stable=True)
+    if kind is LoneDecoder:
+        raise TwellError(f"exact answers need a cache that two models share: {why}")
+    _chosen(model, draft, stable=True)
+    found = [kind(model, stable=True), kind(draft, **_gates_of(kind, gates))]
+    if found[0].shapes != found[1].shapes:
+        raise TwellError("the two models do not cache keys and values of the same shapes")
+    return found
+
+
+def _gates_of(kind: Any, gates: str) -> dict[str, Any]:
+    return {"gates": gates} if kind is KernelDecoder else {}
+
+
+def describe_decoder(*models: PreTrainedModel, stable: bool = False) -> str:
+    """In words: the decoder that is taken for `models` together, and why not a better one."""
+    kind, why = _choose(*models, stable=stable)
+    slow = SLOW if models[0].device.type == "cuda" else ""
     return DESCRIPTIONS[kind] if why is None else f"{DESCRIPTIONS[kind]}{slow} ({why})"
 
 
-def _choose(model: PreTrainedModel) -> tuple[Any, str | None]:
-    """The best decoder's class, and what stands against the next better one."""
+def _chosen(*models: PreTrainedModel, stable: bool) -> Any:
+    """The best decoder's class; a slow one is logged."""
+    kind, why = _choose(*models, stable=stable)
+    if kind is LoneDecoder or (why and models[0].device.type == "cuda"):
+        logger.warning("the engine runs %s", describe_decoder(*models, stable=stable))
+    return kind
+
+
+def _choose(*models: PreTrainedModel, stable: bool = False) -> tuple[Any, str | None]:
+    """The best decoder's class for all `models`, the first `stable`, and what stands against the
+    next better one."""
     why = None
     for kind in DECODERS:
-        if (said := kind.why_not(model)) is None:
+        said = next(filter(None, map(kind.why_not, models)), None)
+        if said is None and stable and kind is KernelDecoder:
+            said = why_not_stable(models[0])
+        if said is None:
             return kind, why
         why = said
     return LoneDecoder, why

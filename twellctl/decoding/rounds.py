@@ -8,13 +8,16 @@ Without a drafter a round is a step: it reads one token of each row and keeps on
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from twellctl.decoding.sampler import Field
+from twellctl.decoding.sampler import Field, Variant
+
+if TYPE_CHECKING:
+    from twellctl.decoding.weighing import Weights
 
 NO_TOKEN = -1  # in a record: the chosen token's logit is NaN; kernels/decode/choose.cu knows it
 NOT_KEPT = -2  # in a record: the token follows a draft that was not chosen
@@ -23,12 +26,22 @@ NOT_KEPT = -2  # in a record: the token follows a draft that was not chosen
 class Drafter(Protocol):
     """What proposes the tokens of a round. It may have passes of its own over the same cache."""
 
-    num_drafts: int  # of a row and round
+    most_drafts: int  # of a row and round
+    max_rows: int | None  # of a round with drafts; None: any number
 
-    def draft(self, fields: Tensor, tables: Tensor) -> Tensor:
-        """Tokens that may follow the input of each row, int32 `[B, num_drafts]`.
+    def draft(
+        self,
+        fields: Tensor,
+        tables: Tensor,
+        count: int,
+        variant: Variant,
+        weights: "Weights | None",
+    ) -> Tensor:
+        """Tokens that may follow the input of each row, int32 `[B, count]`, 1 to `most_drafts`.
 
-        `fields` int32 `[len(Field), B]`, `tables` int32 `[B, W]`, on the device. No host reads.
+        `fields` int32 `[len(Field), B]`, `tables` int32 `[B, W]`, on the device, stay as they are;
+        `variant` and `weights` as of the choice of what the model reads (step_end.py). No host
+        reads.
         """
         ...
 
@@ -40,14 +53,22 @@ class Round:
     num_rows: int
     num_tokens: int  # that each row reads
     _records: Tensor
-    _event: torch.cuda.Event | None
+    _ends: "tuple[torch.cuda.Event, torch.cuda.Event] | None"  # its beginning and its end
+    _seconds: float = 0.0  # without events
 
     def read(self) -> np.ndarray:
         """Its records, int32 `[num_rows, num_tokens, width]`; waits for it. Valid for `in_flight`
         rounds."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._ends is not None:
+            self._ends[1].synchronize()
         return self._records.numpy()[: self.num_rows, : self.num_tokens]
+
+    @property
+    def seconds(self) -> float:
+        """That the device took, of a round that was read."""
+        if self._ends is None:
+            return self._seconds
+        return self._ends[0].elapsed_time(self._ends[1]) / 1000
 
 
 def inputs_of(fields: Tensor, drafts: Tensor | None) -> tuple[Tensor, Tensor]:

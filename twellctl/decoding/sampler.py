@@ -99,10 +99,11 @@ def cut(logits: Tensor, fields: Tensor) -> Tensor:
     ordered = scaled.sort(-1, descending=True).values
     kth = torch.where(top_k > 0, top_k.clamp(max=size), size).long() - 1
     ordered = ordered.masked_fill(ordered < ordered.gather(-1, kth[:, None]), -torch.inf)
-    # whole numbers: their sum is the same in whatever order a GPU adds them up
-    shares = (ordered.softmax(-1).double() * 2**40).long()
+    # whole numbers: their sums are the same in whatever order a GPU adds them up
+    shares = ((ordered - ordered[:, :1]).exp().double() * 2**40).long()
     before = shares.cumsum(-1) - shares
-    kept = (before < (top_p.double() * 2**40).long()[:, None]) | (top_p >= 1)[:, None]
+    enough = (top_p.double()[:, None] * shares.sum(-1, keepdim=True)).long()
+    kept = (before < enough) | (top_p >= 1)[:, None]
     min_p = fields[Field.MIN_P].view(torch.float32)[:, None]  # of 0 the logarithm is -inf
     kept &= ordered >= ordered[:, :1] + min_p.log()
     last = (kept & (ordered > -torch.inf)).sum(-1, keepdim=True).clamp(min=1) - 1

@@ -22,12 +22,15 @@ from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.batch import Batch
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.engine import EngineError, GuideError, OutOfMemory, Sampling, Token
+from twellctl.decoding.pace import Pace
 from twellctl.decoding.pages import PagePool, pages_for
 from twellctl.decoding.rounds import NOT_KEPT, Drafter, Round, chosen_in, records_of
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
 from twellctl.decoding.torch_decoder import padded
 
+PROMPTS_TOGETHER = 16
+_READ_AGAIN = 8  # tokens of an answer, in one pass
 NO_NUMBERS = (
     "the model computed NaN in place of the next token's probabilities: change the prompt; if all "
     "prompts fail so, the model is broken or its dtype too narrow"
@@ -39,8 +42,6 @@ Event: TypeAlias = tuple[Sequence, Token | EngineError | None]
 class Scheduler:
     """Continues sequences with a `decoder` whose cache has `num_pages` pages (page 0 is lost)."""
 
-    prompts_together = 16  # read between two rounds, at most
-
     def __init__(
         self,
         decoder: Decoder,
@@ -48,23 +49,26 @@ class Scheduler:
         max_running: int,
         eos_tokens: frozenset[int],
         drafter: Drafter | None = None,
+        drafts: int | None = None,
     ):
+        """`drafts`: how many a round has, if there is room; None: as many as pay (pace.py)."""
         self.decoder, self.eos_tokens = decoder, eos_tokens
-        most_rows = max_running
-        if decoder.max_rows is not None:
-            most_rows = decoder.max_rows // (1 if drafter is None else 1 + drafter.num_drafts)
-        self.max_running = min(max_running, most_rows, num_pages - 1)
+        self.max_running = min(max_running, decoder.max_rows or max_running, num_pages - 1)
+        # prompts that are read between two rounds, at most
+        self.prompts_together = 1 if decoder.stable else PROMPTS_TOGETHER
         self.context = min(decoder.context, (num_pages - 1) * PAGE)
         self.pool = PagePool(num_pages)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their rows
         self.prompt_tokens = self.generated_tokens = 0
+        # passes of the model over a sequence in rounds, drafts that they read, and that were kept
+        self.passes = self.drafted = self.kept_drafts = 0
         self.failed = 0  # generations in a row, not for want of memory, nor by their guides
         self.fired = np.zeros(len(decoder.neurons))  # sums of shares, over all generated tokens
         self._entering: list[Sequence] = []  # whose prompts are being read
         self._events: list[Event] = []  # that the advance under way, or one that failed, has found
         self._under_way: tuple[Round, list[Sequence]] | None = None
-        self._variant = Variant()
+        self._variant, self._pace = Variant(), Pace(drafts)
         self._changed = False
         self._settled = False  # the rows are ready for a round that was put off
         pages = pages_for(self.context)
@@ -163,9 +167,11 @@ class Scheduler:
                 return
         before, rows = self._under_way, self.running
         num_pages = max(len(sequence.pages) for sequence in rows)
+        most = 0 if guided else self._batch.most_drafts
+        drafts = self._pace.choose([sequence.agreement for sequence in rows], most)
         failure = None
         try:
-            launched = self._batch.launch(num_pages, self._variant, drafts=not guided)
+            launched = self._batch.launch(num_pages, self._variant, drafts)
         except Exception as error:  # which holds tensors up to here
             failure = failure_of(error)
         if failure:
@@ -192,7 +198,22 @@ class Scheduler:
             return
         for sequence in rows:
             sequence.launched -= 1
+        self._count(launched, records, rows)
         self._append(records, rows, events)
+
+    def _count(self, launched: Round, records: np.ndarray, rows: list[Sequence]) -> None:
+        """Note what became of drafts, and how long the round took."""
+        drafts = launched.num_tokens - 1
+        if self._batch.num_tokens > 1:
+            self._pace.see(len(rows), drafts, launched.seconds)
+        kept = (records[..., 0] != NOT_KEPT).sum(1) - 1
+        for sequence, count in zip(rows, kept.tolist(), strict=True):
+            if not sequence.gone:
+                offered = sequence.num_drafts(drafts)
+                self._pace.agreed(sequence.agreement, offered, count)
+                self.passes += 1
+                self.drafted += offered
+                self.kept_drafts += count
 
     def _append(self, records: np.ndarray, rows: list[Sequence], events: list[Event]) -> None:
         """Give the tokens of `records` `[rows, tokens, width]` to the sequences that go on."""
@@ -363,11 +384,11 @@ class Scheduler:
         Where chunks begin depends on the prompt alone. So do the bits of its cache if it is read
         alone; prompts that are read together also depend on the shape of the batch.
         """
+        if self.decoder.stable and len(sequences[0].tokens) > sequences[0].num_prompt:
+            self._read_again(sequences[0])
+            return
         ends = [min(len(s.tokens), s.cached + self.decoder.prefill_chunk) for s in sequences]
-        parts = [
-            (sequence.tokens[sequence.cached : end], sequence.cached, sequence.pages)
-            for sequence, end in zip(sequences, ends, strict=True)
-        ]
+        parts = [s.part(end) for s, end in zip(sequences, ends, strict=True)]
         is_last = ends[0] == len(sequences[0].tokens)
         logits, fired = self.decoder.run(*padded(parts), last=int(is_last))
         if not is_last:
@@ -384,6 +405,22 @@ class Scheduler:
             if end == sequence.num_prompt:
                 self.prompt_tokens += end
         self._append(records, sequences, events)
+
+    def _read_again(self, sequence: Sequence) -> None:
+        """Read on in what lost its pages, by passes of the kinds that read it at first: so the same
+        bits are cached."""
+        first = sequence.cached
+        if first < sequence.num_prompt:
+            end = min(sequence.num_prompt, first + self.decoder.prefill_chunk)
+            last = int(end == sequence.num_prompt)
+        else:
+            end = min(len(sequence.tokens) - 1, first + _READ_AGAIN)
+            last = end - first
+        self.decoder.run(*padded([sequence.part(end)]), last=last)
+        sequence.cached = end
+        if end == len(sequence.tokens) - 1:
+            self._entering.remove(sequence)
+            self.running.append(sequence)
 
     def _free_memory(self, failure: EngineError) -> None:
         if isinstance(failure, OutOfMemory):

@@ -9,6 +9,7 @@ import numpy as np
 
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.engine import Sampling
+from twellctl.decoding.pace import Agreement
 from twellctl.decoding.rounds import NO_TOKEN
 from twellctl.decoding.sampler import Field, fields_of, variant_of
 from twellctl.decoding.weighing import Penalised
@@ -34,6 +35,7 @@ class Sequence:
         self.pages: list[int] = []
         self.cached = 0  # of the prompt, while it is being read
         self.launched = 0
+        self.agreement = Agreement()  # of its drafts with the model
         self.gone = False  # ended, failed, or nobody waits any more
 
     @property
@@ -51,6 +53,14 @@ class Sequence:
     def all_launched(self) -> bool:
         """Whether no further round is wanted, whatever those under way give."""
         return len(self.tokens) + self.launched >= self.most_tokens
+
+    def part(self, end: int) -> tuple[list[int], int, list[int]]:
+        """What is read of it next, up to `end`: tokens, where they begin, its pages."""
+        return self.tokens[self.cached : end], self.cached, self.pages
+
+    def num_drafts(self, count: int) -> int:
+        """How many of `count` drafts a round reads, if it is the only one under way."""
+        return max(0, min(count, self.most_tokens - len(self.tokens) - 1))
 
     def take(self, chosen: Tokens[int], ends: frozenset[int]) -> tuple[list[int], bool]:
         """Append those of the `chosen` tokens that belong to it: up to and with the first of

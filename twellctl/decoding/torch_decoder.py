@@ -7,6 +7,7 @@ prompts go through the model one after another, without what fills them up.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,7 +81,6 @@ class TorchDecoder:
 
     max_rows: int | None = None
     prefill_chunk = PREFILL_CHUNK
-    capturable = True
     why_not = staticmethod(why_not)
 
     def __init__(
@@ -89,17 +89,19 @@ class TorchDecoder:
         width: Callable[[int], int] = int,
         *,
         consecutive: bool = False,
+        stable: bool = False,
     ):
         """`width`: columns that the cache has for a head, by its own; the others are zeros.
 
         `consecutive`: the pages of a row are consecutive, of its table `run` reads the places to
-        write alone, and what fires is not counted; the cache is one `by_tokens`.
+        write alone, and what fires is not counted; the cache is one `by_tokens`. `stable`: few
+        tokens go through the model one by one, and the host reads where they stand.
         """
         config = model.config.get_text_config()
         self.device = model.device
         self.vocab_size = model.get_input_embeddings().num_embeddings
         self.context = context_of(config.to_dict()) or LONGEST
-        self.consecutive = consecutive
+        self.consecutive, self.stable, self.capturable = consecutive, stable, not stable
         self.kernels = _kernels_that_choose(self.device) if consecutive else None
         self.shapes: Sequence[LayerShape] = [
             replace(shape, key_dim=width(shape.key_dim), value_dim=width(shape.value_dim))
@@ -126,12 +128,40 @@ class TorchDecoder:
     ) -> tuple[Tensor, Tensor]:
         if self._fired is None:
             return self._run_consecutive(tokens, positions, tables, last)
+        if self.stable and last == tokens.shape[1]:
+            return self._run_each(self._fired, tokens, positions, tables)
+        return self._run_together(self._fired, tokens, positions, tables, last)
+
+    def _run_each(
+        self, counts: FiredCounts, tokens: Tensor, positions: Tensor, tables: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Each token by itself, over no more pages than it needs. What is no token gets zeros."""
+        B, Q = tokens.shape
+        pages = [pages_for(position + 1) for position in positions.flatten().tolist()]
+        found: list[tuple[Tensor, Tensor] | None] = []
+        for (row, place), width in zip(itertools.product(range(B), range(Q)), pages, strict=True):
+            at = slice(row, row + 1), slice(place, place + 1)
+            given = tokens[at], positions[at], tables[row : row + 1, :width]
+            found.append(self._run_together(counts, *given, 1) if width else None)
+        first = next(one for one in found if one is not None)
+        nothing = tuple(map(torch.zeros_like, first))
+        logits, fired = zip(*(one or nothing for one in found), strict=True)
+        return torch.cat(logits).view(B, Q, -1), torch.cat(fired, 2).view(len(fired[0]), B, Q)
+
+    def _run_together(
+        self,
+        counts: FiredCounts,
+        tokens: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        last: int,
+    ) -> tuple[Tensor, Tensor]:
         B = len(tokens)
         tokens, positions, tables = self._there(tokens, positions.long(), tables.long())
         rows = _Rows(self._cache, _pages_of(positions, tables), positions, tables)
-        with self._fired.counted(B, last):
+        with counts.counted(B, last):
             logits = self._logits(tokens, rows, last, attention_mask=self._masks(rows))
-        return logits, self._fired.found(B, last, self.device)
+        return logits, counts.found(B, last, self.device)
 
     def _run_consecutive(
         self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int

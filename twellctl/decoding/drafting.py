@@ -1,0 +1,51 @@
+"""A second model as the drafter of rounds, over the cache of the model that it drafts for.
+
+A sparse fit has the attention of its original. So it reads what the original has cached, and writes
+its own keys and values behind that, where the original's pass overwrites them. It draws with the
+noise of the original (sampler.py), under the same penalties: a draft is kept where both have chosen
+alike, whatever the temperature.
+"""
+
+import torch
+from torch import Tensor
+
+from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.rounds import inputs_of
+from twellctl.decoding.sampler import Field, Variant
+from twellctl.decoding.step_end import Record, StepEnd
+from twellctl.decoding.weighing import Weights
+
+MOST_DRAFTS = 7  # with the row's input they are an octet, which the kernels read like one token
+
+
+class ModelDrafter:
+    """A `Drafter` (rounds.py): what `decoder` writes. It is attached to the cache of the rounds."""
+
+    def __init__(self, decoder: Decoder, max_rows: int, most_drafts: int = MOST_DRAFTS):
+        self.most_drafts = most_drafts
+        self.max_rows: int | None = min(max_rows, decoder.max_rows or max_rows)
+        self._decoder = decoder
+        self._record = Record(decoder.neurons, decoder.vocab_size, decoder.mapped)
+        self._end = StepEnd(self._record, decoder.kernels, self.max_rows, decoder.device)
+
+    def draft(
+        self,
+        fields: Tensor,
+        tables: Tensor,
+        count: int,
+        variant: Variant,
+        weights: Weights | None,
+    ) -> Tensor:
+        fields = fields.clone()
+        written = None if weights is None else weights.written.clone()
+        size = fields.shape[1], 1, self._record.width
+        records = torch.empty(size, dtype=torch.int32, device=fields.device)
+        variant, drafts = variant._replace(logprobs=False), []
+        for _ in range(count):
+            inputs = inputs_of(fields, None)
+            logits, fired = self._decoder.run(*inputs, tables)
+            self._end(logits, fired, inputs, fields, records, variant, weights)
+            drafts.append(fields[Field.TOKEN].clone())
+        if weights is not None:
+            weights.written.copy_(written)
+        return torch.stack(drafts, 1)
