@@ -229,6 +229,8 @@ def test_a_character_that_the_limit_cuts_is_left_out(tokenizer, ended, written):
         eos_tokens={0},
         fired=np.zeros(1),
         generated_tokens=0,
+        passes=0,
+        kept_drafts=0,
     )
     found = Generation(scheduler, tokenizer, [1], Sampling(len(tokens), 0), continued=False)
     assert "".join(found) == written

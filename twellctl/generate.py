@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from twellctl.decoding.engine import WHOLE, EngineError, Sampling, check_gates
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.originals import find_original, load_models
 from twellctl.report.notebook import as_tables, element
 from twellctl.settings import chosen, setting
 from twellctl.text.tokens import Detokenizer, Messages, check_ids, encode_prompt, opened_chat
@@ -51,6 +52,7 @@ class Figures:
     `first_seconds` is the time from the prompt to its first token, with the model loaded. `density`
     is the mean share of neurons that fired. `cut`: the answer reached the most tokens without an
     end; `full`: these were what the context left. `is_empty`: it ended before any text.
+    `tokens_a_pass`: of the original, in exact answers.
     """
 
     prompt_tokens: int
@@ -61,6 +63,7 @@ class Figures:
     cut: bool
     is_empty: bool = False
     full: bool = False
+    tokens_a_pass: float | None = None
 
 
 class NoRoomError(TwellError):
@@ -89,6 +92,7 @@ class Generation:
         self._times: list[float] = []  # of the start, and of each token
         self._ended = False
         self._before = scheduler.fired.copy(), scheduler.generated_tokens
+        self._drafts_before = scheduler.passes, scheduler.kept_drafts
 
     def __iter__(self) -> Iterator[str]:
         """Raises `TwellError`, when memory runs out for example."""
@@ -125,7 +129,13 @@ class Generation:
             cut=cut,
             is_empty=self._ended and tokens == 1,
             full=cut and self._fills,
+            tokens_a_pass=self._tokens_a_pass(),
         )
+
+    def _tokens_a_pass(self) -> float | None:
+        passes, kept = self._drafts_before
+        passes, kept = self._scheduler.passes - passes, self._scheduler.kept_drafts - kept
+        return 1 + kept / passes if passes and self._scheduler.drafts else None
 
     def _tokens(self) -> Iterator[int]:
         """As they come, without the one that ends the text."""
@@ -149,6 +159,8 @@ def generate(
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     gates: str = WHOLE,
+    exact: bool = False,
+    original: str | Path | None = None,
     note: Callable[[str], None] = lambda text: None,
     **drawing: Any,
 ) -> Generation:
@@ -158,11 +170,12 @@ def generate(
     a template. `chat_template`, a file, replaces the model's. The template gets
     `chat_template_kwargs`. `drawing` are the fields of `Drawing`. Without `max_tokens`, at most
     `MAX_TOKENS` are written, as the context allows. Temperature 0, the default, always takes the
-    likeliest token. `gates` is as in `load`. Raises `TwellError`.
+    likeliest token. `gates`, `exact` and `original` are as in `load`. Raises `TwellError`.
     """
     chosen(Drawing, drawing)
     _check_text(prompt)
-    loaded = load(model, chat_template=chat_template, gates=gates, note=note)
+    how: dict[str, Any] = {"gates": gates, "exact": exact, "original": original}
+    loaded = load(model, chat_template=chat_template, note=note, **how)
     return loaded.generate(prompt, chat=chat, chat_template_kwargs=chat_template_kwargs, **drawing)
 
 
@@ -233,6 +246,8 @@ def load(
     *,
     chat_template: str | Path | None = None,
     gates: str = WHOLE,
+    exact: bool = False,
+    original: str | Path | None = None,
     note: Callable[[str], None] = lambda text: None,
     for_chat: bool = False,
 ) -> Loaded:
@@ -241,22 +256,27 @@ def load(
     `for_chat`: a model without a chat template is refused before its weights are loaded.
     `gates` "screened": a 4-bit copy of W_gate, made now, selects the rows that a step of one
     sequence reads, if one kernel can run the step and is faster.
+
+    `exact`: the answers are those of the model that `model` was fitted to, which its config.json
+    names, or `original`. `model` drafts them.
     """
     check_gates(gates)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
+    source = find_original(checkpoint, exact, original)
     # torch takes seconds to import: a wrong model is refused before
     from twellctl.decoding.opening import open_scheduler
-    from twellctl.models.loading import load_model, load_tokenizer
+    from twellctl.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint, chat_template)
     if for_chat:
         _require_template(checkpoint, tokenizer)
-    scheduler = open_scheduler(
-        load_model(checkpoint), [tokenizer.eos_token_id], max_running=1, gates=gates
-    )
+    answering, draft = load_models(checkpoint, source)
+    ends = [tokenizer.eos_token_id]
+    scheduler = open_scheduler(answering, ends, max_running=1, gates=gates, draft=draft)
     checkpoint.beware_of_noise(note)
-    checkpoint.say_if_dense(note)
+    if source is None:
+        checkpoint.say_if_dense(note)
     return Loaded(checkpoint, tokenizer, scheduler)
 
 

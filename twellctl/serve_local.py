@@ -18,6 +18,7 @@ from aiohttp import web
 from twellctl.decoding.engine import SCREENED, check_gates
 from twellctl.errors import TwellError, UsageError, encodable
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.originals import find_original, load_models
 from twellctl.serving.access import Access, is_address, is_loopback
 from twellctl.serving.http_errors import aiohttp_log
 from twellctl.serving.openai_requests import DEFAULTS
@@ -46,6 +47,8 @@ def serve_local(
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     gates: str = SCREENED,
+    exact: bool = False,
+    original: str | Path | None = None,
     on_ready: OnReady | None = None,
     log: Callable[[str], None] | None = None,
     note: Callable[[str], None] = lambda text: None,
@@ -59,10 +62,10 @@ def serve_local(
     to finish; a second one ends them at once. `names` are the model's names in requests, instead of
     the folder's name. `chat_template`, a file, replaces the model's, and gets
     `chat_template_kwargs` in all requests. With `own_sampling`, temperature and the like default to
-    generation_config.json. `gates` is as in `twellctl.generate.load`. Once the server takes
-    requests, `on_ready` is called with what is served and the URL, which ends in the port. `log`
-    receives one line per answered request. Port 0 takes a free one. Signals work only in the main
-    thread.
+    generation_config.json. `gates`, `exact` and `original` are as in `twellctl.generate.load`.
+    Once the server takes requests, `on_ready` is called with what is served and the URL, which ends
+    in the port. `log` receives one line per answered request. Port 0 takes a free one. Signals work
+    only in the main thread.
     """
     how = chosen(Serving, settings)
     access = access_of(how.host, api_key, allow_hosts)
@@ -70,9 +73,11 @@ def serve_local(
     check_gates(gates)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
+    source = find_original(checkpoint, exact, original)
     with _short_turns(), _listener(how.host, how.port) as listener:
         served = load_served_model(
             checkpoint,
+            source,
             names=names,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
@@ -82,7 +87,8 @@ def serve_local(
             gates=gates,
         )
         checkpoint.beware_of_noise(note)
-        checkpoint.say_if_dense(note)
+        if source is None:
+            checkpoint.say_if_dense(note)
         limits = Limits(answer_seconds=how.timeout)
         serving = serve(
             served, listener, on_ready, access=access, limits=limits, drain=how.drain, log=log
@@ -98,6 +104,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 def load_served_model(
     checkpoint: Checkpoint,
+    original: Checkpoint | None = None,
     *,
     names: Sequence[str] = (),
     chat_template: str | Path | None = None,
@@ -105,16 +112,24 @@ def load_served_model(
     own_sampling: bool = True,
     **how: Any,
 ) -> ServedModel:
-    """Weights and tokenizer loaded, the worker started; `how`: what `open_engine` takes."""
+    """Weights and tokenizer loaded, the worker started; `how`: what `open_engine` takes.
+
+    With an `original` the answers are its own, and the model drafts.
+    """
     # torch takes seconds to import: errors about the model and the port come before it
     from twellctl.decoding.opening import describe_decoder, open_engine
-    from twellctl.models.loading import describe_place, load_model, load_tokenizer
+    from twellctl.models.loading import describe_place, load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint, chat_template)
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read
-    model = load_model(checkpoint)
-    about = {"device": describe_place(model), "engine": describe_decoder(model)}
-    engine = open_engine(model, [tokenizer.eos_token_id], **how)
+    model, draft = load_models(checkpoint, original)
+    about = {"device": describe_place(model)}
+    if original is None or draft is None:
+        about["engine"] = describe_decoder(model)
+    else:
+        about["exact"] = f"the answers of {original.name}, drafted by {checkpoint.name}"
+        about["engine"] = describe_decoder(model, draft, stable=True)
+    engine = open_engine(model, [tokenizer.eos_token_id], draft=draft, **how)
     if engine.screens:
         about["gates"] = str(engine.screens)
     if engine.plan:

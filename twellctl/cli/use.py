@@ -50,6 +50,22 @@ Gates = Annotated[
         "run the step and is faster. whole: read all of W_gate.",
     ),
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Answer as the original would, token for token: MODEL, a fit, drafts, and the "
+        "original keeps what it would have written.",
+    ),
+]
+Original = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="With --exact: the model that MODEL was fitted to. [default: what its config.json "
+        "names as source]",
+    ),
+]
 ApiKey = Annotated[
     str | None,
     typer.Option(
@@ -102,11 +118,13 @@ def generate(
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "whole",
+    exact: Exact = False,
+    original: Original = None,
 ) -> None:
     """Continue or answer a prompt.
 
     The text is streamed to stdout. Tokens/s and, for a ReLU model, the share of neurons that fired
-    go to stderr.
+    go to stderr; with --exact, how many tokens came of a pass of the original.
     """
     ui.doing(f"loading {model}")
     from twellctl.generate import generate as run
@@ -119,6 +137,8 @@ def generate(
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
         gates=gates,
+        exact=exact,
+        original=original,
         note=ui.note,
         **flags,
     )
@@ -136,6 +156,8 @@ def chat(
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "whole",
+    exact: Exact = False,
+    original: Original = None,
 ) -> None:
     """Talk to a model.
 
@@ -146,7 +168,15 @@ def chat(
     ui.doing(f"loading {model}")
     from twellctl.generate import load
 
-    loaded = load(model, chat_template=chat_template, gates=gates, note=ui.note, for_chat=True)
+    loaded = load(
+        model,
+        chat_template=chat_template,
+        gates=gates,
+        exact=exact,
+        original=original,
+        note=ui.note,
+        for_chat=True,
+    )
     how = vars(Answering(**flags)) | {"chat_template_kwargs": chat_template_kwargs}
     _converse(Chat(loaded, system, **how))
 
@@ -207,6 +237,8 @@ def serve_local(
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "screened",
+    exact: Exact = False,
+    original: Original = None,
     access_log: AccessLog = True,
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page.
@@ -226,6 +258,8 @@ def serve_local(
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
         gates=gates,
+        exact=exact,
+        original=original,
         on_ready=serving,
         log=log if access_log else None,
         note=ui.note,

@@ -66,6 +66,10 @@ class EngineStats:
     cache_used: float  # share of the cache's room that is taken, 0 to 1
     densities: tuple[float, ...]  # mean share that fired, by gated FFN; empty before the first
     failed: int = 0  # generations since the last token that failed, by no fault of their clients
+    # passes of the model over a sequence after its prompt, drafts that they read, those it kept
+    passes: int = 0
+    drafted: int = 0
+    kept_drafts: int = 0
 
 
 class EngineError(Exception):

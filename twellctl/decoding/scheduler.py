@@ -68,6 +68,7 @@ class Scheduler:
         self._entering: list[Sequence] = []  # whose prompts are being read
         self._events: list[Event] = []  # that the advance under way, or one that failed, has found
         self._under_way: tuple[Round, list[Sequence]] | None = None
+        self.drafts = drafter is not None
         self._variant, self._pace = Variant(), Pace(drafts)
         self._changed = False
         self._settled = False  # the rows are ready for a round that was put off

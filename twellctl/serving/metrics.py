@@ -79,13 +79,16 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        yield CounterMetricFamily(
-            "twell_prompt_tokens", "Tokens of prompts.", value=stats.prompt_tokens
-        )
-        yield CounterMetricFamily(
-            "twell_generated_tokens", "Tokens generated.", value=stats.generated_tokens
-        )
-        gauges = {
+        counters: dict[str, tuple[str, float]] = {
+            "twell_prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
+            "twell_generated_tokens": ("Tokens generated.", stats.generated_tokens),
+            "twell_passes": ("Passes over a sequence behind its prompt.", stats.passes),
+            "twell_drafted_tokens": ("Drafts that these passes read.", stats.drafted),
+            "twell_kept_drafts": ("Drafts that were kept.", stats.kept_drafts),
+        }
+        for name, (about, value) in counters.items():
+            yield CounterMetricFamily(name, about, value=value)
+        gauges: dict[str, tuple[str, float]] = {
             "twell_sequences_running": ("Sequences being continued.", stats.running),
             "twell_sequences_waiting": ("Sequences that wait for room.", stats.waiting),
             "twell_sequences_capacity": ("Sequences that can run at once.", stats.capacity),

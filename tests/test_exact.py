@@ -1,0 +1,187 @@
+"""--exact: the answers of a fit's original, from the command to the server, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from edits import json_in, weights_in
+from fits import QUICK
+from serving_client import get, running
+
+from twellctl.convert import convert
+from twellctl.decoding.opening import open_scheduler
+from twellctl.decoding.pace import Pace
+from twellctl.errors import TwellError, UsageError
+from twellctl.export import export
+from twellctl.generate import generate, load
+from twellctl.models.checkpoint import REPORT_FILE, open_checkpoint
+from twellctl.models.loading import load_model
+from twellctl.models.originals import find_original, load_pair
+from twellctl.serve_local import load_served_model
+
+PROMPTS = ("import os\n\ndef main", "class A:\n    x = 1\n", "# for all\n")
+pytestmark = pytest.mark.usefixtures("no_answers")
+
+
+@pytest.fixture(autouse=True)
+def drafts(monkeypatch):
+    """Rounds have drafts, whether they pay or not."""
+    monkeypatch.setattr("twellctl.decoding.scheduler.Pace", lambda fixed: Pace(4))
+
+
+@pytest.fixture(scope="module")
+def fits(silu_llama, text_file, tmp_path_factory):
+    """Fits of `silu_llama` by name; read only."""
+    made = {}
+    for name, how in {
+        "fit": {},
+        "4 bits": {"bits": 4, "group_size": 16},
+        "the model in 4 bits": {"bits": 4, "group_size": 16, "keep_activation": True},
+    }.items():
+        made[name] = tmp_path_factory.mktemp("fits") / "fit"
+        convert(silu_llama, made[name], data=[str(text_file)], **QUICK | how)
+    made["export"] = tmp_path_factory.mktemp("exports") / "fit"
+    export(made["fit"], made["export"])
+    return made
+
+
+@pytest.fixture
+def fit(fits, tmp_path):
+    """A copy, which a test may spoil."""
+    return shutil.copytree(fits["fit"], tmp_path / "fit")
+
+
+@pytest.fixture(scope="module")
+def answers(silu_llama, tokenizer):
+    """`answers(prompt, **how)`: what the original writes by itself, in stable decoding."""
+    loaded = load(silu_llama)
+    model = load_model(open_checkpoint(silu_llama))
+    scheduler = open_scheduler(model, [tokenizer.eos_token_id], max_running=1, stable=True)
+    object.__setattr__(loaded, "scheduler", scheduler)
+    return lambda prompt, **how: loaded.generate(prompt, **how).text()
+
+
+@pytest.mark.parametrize("name", ["fit", "4 bits", "the model in 4 bits", "export"])
+def test_answers_are_the_originals(fits, silu_llama, answers, name):
+    loaded = load(fits[name], exact=True, original=silu_llama)
+    for prompt in PROMPTS:
+        for how in ({"temperature": 0}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}):
+            made = loaded.generate(prompt, max_tokens=40, **how)
+            assert made.text() == answers(prompt, max_tokens=40, **how)
+            assert made.figures.tokens_a_pass >= 1
+    scheduler = loaded.scheduler
+    assert 0 < scheduler.kept_drafts < scheduler.drafted
+
+
+def test_what_is_equal_is_in_memory_once(fits, silu_llama):
+    original = open_checkpoint(silu_llama)
+    for name in ("fit", "export"):
+        model, draft = load_pair(original, open_checkpoint(fits[name]))
+        theirs = dict(draft.named_parameters(remove_duplicate=False))
+        for part, parameter in model.named_parameters(remove_duplicate=False):
+            assert (theirs[part] is parameter) == (".mlp." not in part)
+    model, draft = load_pair(original, open_checkpoint(fits["4 bits"]))
+    assert draft.lm_head.weight is model.lm_head.weight
+    assert draft.model.norm.weight is model.model.norm.weight
+    attention = (one.model.layers[0].self_attn.q_proj.weight for one in (model, draft))
+    assert not torch.equal(*attention)
+
+
+def test_the_command_says_how_many_tokens_came_of_a_pass(success, fits, silu_llama, answers):
+    words = ("generate", fits["fit"], PROMPTS[0], "--max-tokens", 40)
+    out, err = success(*words, "--exact", "--original", silu_llama)
+    assert out == answers(PROMPTS[0], max_tokens=40) + "\n"
+    assert "tokens a pass of the original" in err[-1]
+    assert "neurons fired" not in err[-1]
+
+
+def test_the_source_in_config_json_is_the_original(fit, silu_llama, monkeypatch):
+    with json_in(fit / "config.json") as config:
+        config["twell"]["source"] = "owner/model"
+    monkeypatch.setattr("twellctl.models.checkpoint._download", lambda name, revision: silu_llama)
+    assert find_original(open_checkpoint(fit)).path == silu_llama
+    assert generate(fit, PROMPTS[0], exact=True, max_tokens=3).figures.tokens == 0
+
+
+def test_the_server_answers_as_the_original(fits, silu_llama, answers):
+    original = open_checkpoint(silu_llama)
+    served = load_served_model(open_checkpoint(fits["fit"]), original, own_sampling=False)
+    assert served.about["exact"] == f"the answers of {silu_llama}, drafted by {fits['fit']}"
+    with running(served) as client:
+        for i, prompt in enumerate(PROMPTS):
+            messages = [{"role": "user", "content": prompt}]
+            how = {"max_tokens": 50, "temperature": i / 2, "seed": 7}
+            made = client.chat.completions.create(model="fit", messages=messages, **how)
+            assert made.choices[0].message.content == answers(prompt, **how)
+        lines = get(client, "/metrics").body.decode().splitlines()
+    counts = dict(line.split() for line in lines if line[0] != "#" and "{" not in line)
+    passes, drafted, kept = (
+        float(counts[f"twell_{name}_total"]) for name in ("passes", "drafted_tokens", "kept_drafts")
+    )
+    assert 0 < kept < drafted < 5 * passes
+
+
+# ---- what is refused ----
+
+
+def test_what_is_no_fit(silu_llama, relu_llama, fit):
+    with pytest.raises(TwellError, match=r"is not a fit \(no twell_fit.json\): exact answers need"):
+        load(silu_llama, exact=True, original=silu_llama)
+    with pytest.raises(TwellError, match="is not a fit"):
+        load(relu_llama, exact=True, original=silu_llama)
+    (fit / REPORT_FILE).write_text("{}")
+    with pytest.raises(TwellError, match="was fine-tuned, so its attention is not its original's"):
+        load(fit, exact=True, original=silu_llama)
+
+
+def test_a_fit_that_names_no_source(fit):
+    with pytest.raises(TwellError, match=r"does not say from which model .* --original MODEL"):
+        load(fit, exact=True)
+
+
+def test_an_original_without_exact_answers(refusal, fit, silu_llama):
+    with pytest.raises(UsageError, match="is for exact answers: add --exact"):
+        load(fit, original=silu_llama)
+    said = refusal("generate", fit, "x", "--original", silu_llama, code=2)
+    assert said == f"error: original {silu_llama} is for exact answers: add --exact"
+
+
+def test_another_model(fit, make_model):
+    for changes, said in (
+        ({"seed": 1}, "or changed after that: model.embed_tokens.weight differs"),
+        ({"num_key_value_heads": 4}, "config.json differ in .num_key_value_heads"),
+        ({"intermediate_size": 128}, "config.json differ in .intermediate_size"),
+        ({"hidden_act": "gelu"}, "config.json differ in .hidden_act"),
+        ({"rms_norm_eps": 1e-3}, "config.json differ in .rms_norm_eps"),
+    ):
+        other = make_model("llama", **changes)
+        with pytest.raises(TwellError, match=f"was not made from {other}.*{said}"):
+            load(fit, exact=True, original=other)
+
+
+def test_attention_that_was_changed(fit, silu_llama):
+    with weights_in(fit) as weights:
+        weights["model.layers.1.self_attn.v_proj.weight"][0, 0] += 1
+    with pytest.raises(
+        TwellError, match=r"after that: model.layers.1.self_attn.v_proj.weight differ"
+    ):
+        load(fit, exact=True, original=silu_llama)
+
+
+def test_another_tokenizer(fit, silu_llama):
+    file = fit / "tokenizer.json"
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps(found, indent=4))  # the same, written otherwise
+    find_original(open_checkpoint(fit), original=silu_llama)
+    vocabulary = found["model"]["vocab"]
+    one, other = [word for word in vocabulary if len(word) == 1][:2]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(found))
+    with pytest.raises(TwellError, match=r"has other tokens than .* \(tokenizer.json\)"):
+        find_original(open_checkpoint(fit), original=silu_llama)
+
+
+def test_an_original_that_is_rounded(fits, fit):
+    with pytest.raises(TwellError, match="is quantised already"):
+        find_original(open_checkpoint(fit), original=fits["the model in 4 bits"])
