@@ -108,6 +108,12 @@ class HistoryDrafter:
         self.decoder, self.most_drafts, self.wrong = decoder, num_drafts, wrong
         self.passes, self.max_rows = 0, None
 
+    def load(self, rows) -> None:
+        """It reads the decoder's cache."""
+
+    def follow(self, tokens, positions) -> None:
+        """The decoder caches them."""
+
     def draft(self, fields: Tensor, tables: Tensor, count: int, *how) -> Tensor:
         self.passes += 1
         rows = zip(

@@ -12,6 +12,7 @@ from serving_client import get, running
 from twellctl.convert import convert
 from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.pace import Pace
+from twellctl.decoding.rounds import Drafts
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.generate import generate, load
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_answers")
 @pytest.fixture(autouse=True)
 def drafts(monkeypatch):
     """Rounds have drafts, whether they pay or not."""
-    monkeypatch.setattr("twellctl.decoding.scheduler.Pace", lambda fixed: Pace(4))
+    monkeypatch.setattr("twellctl.decoding.scheduler.Pace", lambda fixed: Pace(Drafts(4)))
 
 
 @pytest.fixture(scope="module")

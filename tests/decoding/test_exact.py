@@ -11,6 +11,7 @@ from scheduled import all_of, assert_nothing_is_held
 from twellctl.decoding.drafting import MOST_DRAFTS
 from twellctl.decoding.engine import Sampling, Token
 from twellctl.decoding.opening import open_scheduler
+from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
 from twellctl.errors import TwellError
@@ -56,7 +57,7 @@ def test_tokens_are_those_of_the_model_alone(pair, prompts, kind, drafts):
     """With all that they come with, to the last bit."""
     (model, draft), prompts = pair, prompts[:3]
     known = told(open_scheduler(model, stable=True), prompts, SAMPLINGS[kind])
-    scheduler = open_scheduler(model, draft=draft, drafts=drafts)
+    scheduler = open_scheduler(model, draft=draft, drafts=Drafts(drafts))
     assert told(scheduler, prompts, SAMPLINGS[kind]) == known
     assert 0.1 < scheduler.kept_drafts / scheduler.drafted < 0.95
     assert scheduler.passes < scheduler.generated_tokens
@@ -68,7 +69,7 @@ def test_who_is_beside_changes_nothing(pair, prompts):
     for sampling in (SAMPLINGS["greedy"], replace(SAMPLINGS["cut"], top_logprobs=20)):
         alone = [told(open_scheduler(model, stable=True), [p], sampling)[0] for p in prompts]
         for most, first in ((2, 0), (4, 1), (3, 2)):
-            scheduler = open_scheduler(model, draft=draft, drafts=3, max_running=most)
+            scheduler = open_scheduler(model, draft=draft, drafts=Drafts(3), max_running=most)
             assert told(scheduler, [prompts[first], *prompts], sampling)[0] == alone[first]
 
 
@@ -79,7 +80,7 @@ def test_long_prompts_are_read_in_the_same_chunks(pair, monkeypatch):
     prompts = [torch.randint(1, 512, (length,)).tolist() for length in (180, 51, 101, 7, 50)]
     sampling = Sampling(30, 0, top_logprobs=2)
     known = [told(open_scheduler(model, stable=True), [prompt], sampling)[0] for prompt in prompts]
-    assert told(open_scheduler(model, draft=draft, drafts=5), prompts, sampling) == known
+    assert told(open_scheduler(model, draft=draft, drafts=Drafts(5)), prompts, sampling) == known
 
 
 @late_or_not
@@ -89,7 +90,12 @@ def test_what_was_evicted_goes_on_with_the_same_bits(pair, prompts, drafts):
     sampling = Sampling(70, 0.8, seed=1, top_logprobs=3)
     some = [prompts[i] for i in (0, 3, 4)]
     known = told(open_scheduler(model, stable=True), some, sampling)
-    how = {"draft": draft, "drafts": drafts, "cache_bytes": 6 * PAGE_BYTES, "max_running": 5}
+    how = {
+        "draft": draft,
+        "drafts": Drafts(drafts),
+        "cache_bytes": 6 * PAGE_BYTES,
+        "max_running": 5,
+    }
     scheduler = open_scheduler(model, **how)
     calls, run = [], scheduler.decoder.run
     scheduler.decoder.run = lambda *inputs, **how: calls.append(how["last"]) or run(*inputs, **how)
@@ -104,7 +110,7 @@ def test_whatever_comes_and_goes(pair, seed):
     model, draft = pair
     draw = random.Random(seed)
     how = {"cache_bytes": draw.choice([6, 9, 30]) * PAGE_BYTES, "max_running": draw.choice([2, 4])}
-    scheduler = open_scheduler(model, draft=draft, drafts=draw.choice([2, 7]), **how)
+    scheduler = open_scheduler(model, draft=draft, drafts=Drafts(draw.choice([2, 7])), **how)
     found: dict[Sequence, list] = {}
     for turn in range(10_000):
         if turn < 30 and draw.random() < 0.2:
@@ -134,7 +140,7 @@ def test_an_end_token_ends_the_answer_in_the_middle_of_a_round(pair, prompts):
     [events] = told(open_scheduler(model, stable=True), prompts[:1], Sampling(24, 0))
     ids = [event.id for event in events[:-1]]
     for place in (1, 2, 5, 9):
-        scheduler = open_scheduler(model, [ids[place]], draft=draft, drafts=7)
+        scheduler = open_scheduler(model, [ids[place]], draft=draft, drafts=Drafts(7))
         [found] = told(scheduler, prompts[:1], Sampling(24, 0))
         assert [event.id for event in found[:-1]] == ids[: ids.index(ids[place]) + 1]
 
@@ -153,7 +159,7 @@ def test_beside_a_guide_no_drafts_are_made(pair, prompts):
     model, draft = pair
     guided, plain = Sampling(12, 0, guide=Odd), Sampling(24, 0)
     known = told(open_scheduler(model, stable=True), prompts[:1], guided)
-    scheduler = open_scheduler(model, draft=draft, drafts=3)
+    scheduler = open_scheduler(model, draft=draft, drafts=Drafts(3))
     assert told(scheduler, prompts[:1], guided) == known
     assert scheduler.drafted == 0
     sequences = [Sequence(prompts[0], guided), Sequence(prompts[1], plain)]
@@ -168,14 +174,14 @@ def test_families_with_windows(tiny, prompts):
     for family in ("mistral", "qwen3", "gemma2"):
         model = tiny(family, hidden_act="silu", hidden_activation="silu")
         known = told(open_scheduler(model, stable=True), prompts, Sampling(30, 0))
-        scheduler = open_scheduler(model, draft=like_a_fit(model), drafts=4)
+        scheduler = open_scheduler(model, draft=like_a_fit(model), drafts=Drafts(4))
         assert told(scheduler, prompts, Sampling(30, 0)) == known
         assert scheduler.kept_drafts
 
 
 def test_a_drafter_that_is_always_right_saves_most_passes(tiny, prompts):
     model = tiny(hidden_act="silu")
-    scheduler = open_scheduler(model, draft=like_a_fit(model, 0.0), drafts=7)
+    scheduler = open_scheduler(model, draft=like_a_fit(model, 0.0), drafts=Drafts(7))
     told(scheduler, prompts[:1], Sampling(65, 0))
     assert scheduler.kept_drafts == scheduler.drafted
     assert scheduler.passes == 8

@@ -19,6 +19,7 @@ from twellctl.decoding.kernel_decoder import KernelDecoder, _pad_rows
 from twellctl.decoding.opening import SLOW, describe_decoder, open_scheduler
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import PAGE
+from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.stable import STABLE_ROWS, why_not_stable
 from twellctl.models.quantised import round_model
 from twellctl.models.schemes import SCHEMES
@@ -131,7 +132,7 @@ def test_a_fit_drafts_for_its_original(
     known = [generated(model, prompt, 12) for prompt in prompts]
     fit = like_a_fit(model)
     monkeypatch.setattr(KernelDecoder, "why_not", staticmethod(lambda model: None))
-    how = {"max_running": 3, "draft": fit, "drafts": drafts}
+    how = {"max_running": 3, "draft": fit, "drafts": Drafts(drafts)}
     scheduler = open_scheduler(model, **how)
     assert type(scheduler.decoder) is KernelDecoder
     assert scheduler.decoder.max_rows == STABLE_ROWS

@@ -10,6 +10,7 @@ from scheduled import all_of, assert_nothing_is_held, tokens_of
 from twellctl.decoding.bulk import Bulk
 from twellctl.decoding.engine import Sampling, Token
 from twellctl.decoding.pages import PAGE
+from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
 
@@ -21,7 +22,7 @@ def scheduler_of(
 ) -> Scheduler:
     decoder = HistoryDecoder(num_pages)
     drafter = HistoryDrafter(decoder, drafts, wrong)
-    return Scheduler(decoder, num_pages, max_running, eos, drafter, drafts)
+    return Scheduler(decoder, num_pages, max_running, eos, [drafter], Drafts(drafts))
 
 
 @pytest.mark.parametrize("budget", range(1, 12))
@@ -139,11 +140,13 @@ def test_bulk_reads_rounds_as_the_scheduler_does(drafts):
     prompts = [[draw.randrange(200) for _ in range(draw.randint(1, 90))] for _ in range(25)]
     ends, decoder = frozenset(range(0, 200, 23)), HistoryDecoder(40)
     decoder.prefill_chunk = 10_000
-    drafter = HistoryDrafter(decoder, drafts, 5) if drafts else None
+    drafters = [HistoryDrafter(decoder, drafts, 5)] if drafts else []
     most = [draw.randint(1, 60) for _ in prompts]
     sequences = [Sequence(prompts[i], Sampling(most[i], 0), i) for i in range(len(prompts))]
     waiting = iter(sequences)
-    with contextlib.closing(Bulk(decoder, 40, ends, rows=6, longest=150, drafter=drafter)) as bulk:
+    with contextlib.closing(
+        Bulk(decoder, 40, ends, rows=6, longest=150, drafters=drafters)
+    ) as bulk:
         found = {s.client: s.tokens[s.num_prompt :] for s in bulk.run(lambda: next(waiting, None))}
     assert len(found) == len(prompts)
     for i, prompt in enumerate(prompts):

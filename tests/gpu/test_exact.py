@@ -11,9 +11,11 @@ from twellctl.decoding import batch
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_scheduler
+from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.torch_decoder import padded
 
 pytestmark = pytest.mark.gpu
+LOOKUP = 1  # the second drafter
 MODELS = {
     "qwen2": {"num_key_value_heads": 2, "hidden_act": "silu"},
     "llama": {"hidden_act": "silu", "vocab_size": 1003},
@@ -106,12 +108,15 @@ def test_tokens_are_those_of_the_model_alone(model, kind):
     known = [run_all(judge, [prompt], SAMPLINGS[kind])[1] for prompt in prompts]
     ids = [[token.id for token in tokens] for tokens in known]
     assert run_all(judge, prompts, SAMPLINGS[kind])[0] == ids
-    for drafts in (1, 3, 7, None):
+    for drafts in (Drafts(1), Drafts(3), Drafts(7), Drafts(7, LOOKUP), None):
         scheduler = open_scheduler(model, draft=draft, drafts=drafts, **how)
         for prompt, tokens in zip(prompts, known, strict=True):
             assert run_all(scheduler, [prompt], SAMPLINGS[kind])[1] == tokens
         assert run_all(scheduler, prompts, SAMPLINGS[kind])[0] == ids
-        assert drafts is None or 0.02 < scheduler.kept_drafts / scheduler.drafted < 1
+        assert (
+            drafts in (None, Drafts(7, LOOKUP))
+            or 0.02 < scheduler.kept_drafts / scheduler.drafted < 1
+        )
 
 
 def test_little_room_changes_no_token():
@@ -119,7 +124,7 @@ def test_little_room_changes_no_token():
     draft, prompts = like_a_fit(model), prompts_of(100, 60, 120, 64)
     known = run_all(open_scheduler(model, stable=True), prompts, Sampling(150, 0))[0]
     size = 3 * 64 * 2 * 2 * 64 * 2  # of a page: three layers, two heads of 64
-    how = {"draft": draft, "drafts": 7, "cache_bytes": 12 * size}
+    how = {"draft": draft, "drafts": Drafts(7), "cache_bytes": 12 * size}
     scheduler = open_scheduler(model, **how)
     assert scheduler.pool.capacity == 11
     assert run_all(scheduler, prompts, Sampling(150, 0))[0] == known
@@ -134,6 +139,6 @@ def test_a_sparse_fit_drafts_over_its_own_kernels():
         layer.self_attn = other.self_attn
     prompts = prompts_of(5, 70, 130)
     known = run_all(open_scheduler(model, stable=True), prompts, Sampling(60, 0))[0]
-    scheduler = open_scheduler(model, draft=draft, drafts=3)
+    scheduler = open_scheduler(model, draft=draft, drafts=Drafts(3))
     assert run_all(scheduler, prompts, Sampling(60, 0))[0] == known
     assert scheduler.kept_drafts > 0

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from twellctl.decoding.decoder import Decoder, buckets
-from twellctl.decoding.rounds import Drafter, Round, inputs_of
+from twellctl.decoding.rounds import Drafter, Drafts, Round, inputs_of
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.step_end import Record, StepEnd
 from twellctl.decoding.weighing import Penalised, Weights
 
 logger = logging.getLogger(__name__)
 _WARM_UPS = 2
+NO_DRAFTS = Drafts()
 _IN_FLIGHT = 2  # rounds whose records a kernel can write to the host's memory
 
 
@@ -42,12 +43,12 @@ class Batch:
         max_rows: int,
         max_pages: int,
         in_flight: int = _IN_FLIGHT,
-        drafter: Drafter | None = None,
+        drafters: Sequence[Drafter] = (),
     ):
         """`in_flight`: rounds whose records were not read yet, at most."""
-        self.decoder, self._drafter = decoder, drafter
+        self.decoder, self._drafters = decoder, drafters
         # of a row and round, at most
-        self.num_tokens = 1 if drafter is None else 1 + drafter.most_drafts
+        self.num_tokens = 1 + max((drafter.most_drafts for drafter in drafters), default=0)
         self.record = Record(decoder.neurons, decoder.vocab_size, decoder.mapped)
         device = decoder.device
         self._end = StepEnd(self.record, decoder.kernels, max_rows, device, self.num_tokens)
@@ -65,7 +66,7 @@ class Batch:
         self._slot = 0  # of those, the next round's; Field.SLOT says the same
         self._weights: Weights | None = None  # made for the first rows that need them
         self._grown: list[int] = []
-        self._runs: dict[tuple[int, int, Variant, int], Callable[[], None]] = {}
+        self._runs: dict[tuple[int, int, Variant, Drafts], Callable[[], None]] = {}
         self._captures = self._on_gpu and decoder.capturable
         self._uncaptured: set[Variant] = set()  # those that were tried in vain
         self._graph_memory = torch.cuda.graph_pool_handle() if self._captures else None
@@ -79,8 +80,12 @@ class Batch:
         fields: Sequence[np.ndarray],
         pages: Sequence[Sequence[int]],
         penalised: Sequence[Penalised | None] = (),
+        texts: Sequence[list[int]] = (),
     ) -> None:
-        """Set the rows anew; no round may be under way. Fields as `fields_of` makes them."""
+        """Set the rows anew; no round may be under way. Fields as `fields_of` makes them; `texts`:
+        their tokens, for drafters."""
+        for drafter in self._drafters:
+            drafter.load(texts)
         if any(penalised):
             if self._weights is None:
                 size = len(self._records), self.decoder.vocab_size
@@ -132,17 +137,16 @@ class Batch:
         self._grown.append(row)
 
     @property
-    def most_drafts(self) -> int:
-        """How many drafts a row may have in a round of the rows there are."""
-        if self._drafter is None:
-            return 0
-        B = self._bucket
-        if (self._drafter.max_rows or B) < B:
-            return 0
-        most, most_tokens = self._drafter.most_drafts, self.decoder.max_rows
-        return most if most_tokens is None else max(0, min(most, most_tokens // B - 1))
+    def most_drafts(self) -> list[int]:
+        """How many drafts of each drafter a row may have in a round of the rows there are."""
+        B, most_tokens = self._bucket, self.decoder.max_rows
+        room = self.num_tokens if most_tokens is None else max(0, most_tokens // B - 1)
+        return [
+            0 if (drafter.max_rows or B) < B else min(drafter.most_drafts, room)
+            for drafter in self._drafters
+        ]
 
-    def launch(self, num_pages: int, variant: Variant, drafts: int = 0) -> Round:
+    def launch(self, num_pages: int, variant: Variant, drafts: Drafts = NO_DRAFTS) -> Round:
         """Start a round of all rows; none of them has more than `num_pages` pages.
 
         Each row reads its next token and `drafts`, up to `most_drafts`.
@@ -152,9 +156,9 @@ class Batch:
         key = (B, W, self._end.kind_of(variant), drafts)
         if (run := self._runs.get(key)) is None:
             run = self._runs[key] = self._prepared(*key)
-        began = self._event(), time.perf_counter()
+        first, began = self._event() if self._drafters else None, time.perf_counter()
         run()
-        return self._followed(B, variant, 1 + drafts, *began)
+        return self._followed(B, variant, drafts, first, began)
 
     @property
     def _bucket(self) -> int:
@@ -199,7 +203,7 @@ class Batch:
         """One that comes after all so far, on a GPU; who drafts wants to know when that was."""
         if not self._on_gpu:
             return None
-        event = torch.cuda.Event(enable_timing=self._drafter is not None)
+        event = torch.cuda.Event(enable_timing=bool(self._drafters))
         event.record()
         return event
 
@@ -207,7 +211,7 @@ class Batch:
         self,
         B: int,
         variant: Variant,
-        num_tokens: int,
+        drafts: Drafts,
         first: torch.cuda.Event | None,
         began: float,
     ) -> Round:
@@ -216,16 +220,19 @@ class Batch:
         self._slot = (self._slot + 1) % len(self._records_on_host)
         if not self._writes_to_host(variant):
             on_host[:B].copy_(self._records[:B], non_blocking=True)
-        ends = None if first is None else (first, self._event())
-        return Round(self._num_rows, num_tokens, on_host, ends, time.perf_counter() - began)
+        events, seconds = (first, self._event()), time.perf_counter() - began
+        return Round(self._num_rows, drafts, on_host, events, seconds)
 
-    def _round(self, B: int, W: int, variant: Variant, drafts: int) -> None:
+    def _round(self, B: int, W: int, variant: Variant, drafts: Drafts) -> None:
         fields, tables = self._fields[:, :B], self._tables[:B, :W]
         weights = self._loaded_weights().first(B) if variant.weighed else None
         proposed = None
-        if drafts and self._drafter:
-            proposed = self._drafter.draft(fields, tables, drafts, variant, weights)
+        if drafts.num:
+            how = drafts.num, variant, weights
+            proposed = self._drafters[drafts.drafter].draft(fields, tables, *how)
         inputs = inputs_of(fields, proposed)
+        for drafter in self._drafters:
+            drafter.follow(*inputs)
         Q = inputs[0].shape[1]
         logits, fired = self.decoder.run(*inputs, tables, last=Q)
         records = self._records_on_host if self._writes_to_host(variant) else self._records
@@ -237,7 +244,7 @@ class Batch:
             raise ValueError("no row was loaded with penalties, biases or a guide")
         return self._weights
 
-    def _prepared(self, B: int, W: int, variant: Variant, drafts: int) -> Callable[[], None]:
+    def _prepared(self, B: int, W: int, variant: Variant, drafts: Drafts) -> Callable[[], None]:
         """The round as a CUDA graph, or as it is where there are none."""
         run = partial(self._round, B, W, variant, drafts)
         if not self._captures or variant in self._uncaptured:

@@ -8,6 +8,7 @@ gives only keys and values. (scheduler.py is for those who wait for each token.)
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Rows
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling
 from twellctl.decoding.opening import eos_tokens, num_pages
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import PagePool, pages_for
-from twellctl.decoding.rounds import Drafter, Round, chosen_in, records_of
+from twellctl.decoding.rounds import Drafter, Drafts, Round, chosen_in, records_of
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.scheduler import NO_NUMBERS, check_fits, failure_of, variant_of_all
 from twellctl.decoding.sequence import Sequence
@@ -99,7 +100,7 @@ class Bulk:
         rows: int,
         longest: int,
         why_slow: str | None = None,
-        drafter: Drafter | None = None,
+        drafters: Rows[Drafter] = (),
     ):
         """`decoder` uses a cache of `num_pages` pages. `longest`: tokens of a sequence, at most.
         `why_slow`: what stands against a faster decoder."""
@@ -112,7 +113,7 @@ class Bulk:
         self._held: Sequence | None = None  # what there was no room for
         self._under_way: tuple[list[Round], list[tuple[int, Sequence]]] | None = None
         self._variant = Variant()
-        self._batch = Batch(decoder, rows, pages_for(self.context), 2 * ROUNDS, drafter)
+        self._batch = Batch(decoder, rows, pages_for(self.context), 2 * ROUNDS, drafters)
 
     def close(self) -> None:
         """Wait until nothing runs any more that writes to the cache."""
@@ -219,7 +220,7 @@ class Bulk:
         num_pages = max(len(s.pages) for _, s in rows)
         for _, sequence in rows:
             sequence.launched += count
-        how = num_pages, self._variant, self._batch.most_drafts
+        how = num_pages, self._variant, Drafts(next(iter(self._batch.most_drafts), 0))
         return [self._batch.launch(*how) for _ in range(count)], rows
 
     def _read(self, rounds: list[Round], rows: list[tuple[int, Sequence]]) -> list[Sequence]:

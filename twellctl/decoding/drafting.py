@@ -6,6 +6,8 @@ noise of the original (sampler.py), under the same penalties: a draft is kept wh
 alike, whatever the temperature.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,12 @@ class ModelDrafter:
         self._decoder = decoder
         self._record = Record(decoder.neurons, decoder.vocab_size, decoder.mapped)
         self._end = StepEnd(self._record, decoder.kernels, self.max_rows, decoder.device)
+
+    def load(self, rows: Sequence[list[int]]) -> None:
+        """What it knows of them is cached."""
+
+    def follow(self, tokens: Tensor, positions: Tensor) -> None:
+        """The round caches what it reads."""
 
     def draft(
         self,

@@ -13,8 +13,10 @@ from twellctl.decoding.drafting import ModelDrafter
 from twellctl.decoding.engine import WHOLE
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
+from twellctl.decoding.lookup import LookupDrafter
 from twellctl.decoding.paged_cache import PagedCache, page_bytes
 from twellctl.decoding.pages import pages_for
+from twellctl.decoding.rounds import Drafter, Drafts
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.stable import why_not_stable
 from twellctl.decoding.torch_decoder import TorchDecoder
@@ -59,7 +61,7 @@ def open_scheduler(
     decoder: Decoder | None = None,
     stable: bool = False,
     draft: PreTrainedModel | None = None,
-    drafts: int | None = None,
+    drafts: Drafts | None = None,
 ) -> Scheduler:
     """What continues sequences of `model`, up to `max_running` at once, in the calling thread.
 
@@ -69,8 +71,9 @@ def open_scheduler(
     `open_decoder` would choose. `stable`: tokens do not depend on who is beside (stable.py).
 
     `draft`: a model with the attention of `model`, a fit of it, that drafts (drafting.py); the
-    tokens are those of `model`, stably. `drafts`: how many, None: what pays. `TwellError` for
-    models that no decoder can drive so.
+    tokens are those of `model`, stably. What the text repeats is drafted, too (lookup.py).
+    `drafts`: those of each round, None: what pays. `TwellError` for models that no decoder can
+    drive so.
     """
     ends = eos_tokens(model, extra_eos)
     decoders: list[Decoder] = [] if decoder is None else [decoder]
@@ -85,8 +88,10 @@ def open_scheduler(
         # the drafter first: it may lay the head anew, which both share
         for each in (*others, decoder):
             each.attach(cache)
-    drafter = ModelDrafter(others[0], max_running) if others else None
-    return Scheduler(decoder, pages, max_running, ends, drafter, drafts)
+    drafters: list[Drafter] = [ModelDrafter(other, max_running) for other in others]
+    if drafters:
+        drafters.append(LookupDrafter(max_running, decoder.context, decoder.device))
+    return Scheduler(decoder, pages, max_running, ends, drafters, drafts)
 
 
 def open_decoder(model: PreTrainedModel, gates: str = WHOLE, *, stable: bool = False) -> Decoder:

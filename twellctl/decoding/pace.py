@@ -1,12 +1,18 @@
-"""How many drafts the next round has: as many as give the most tokens a second, by what was seen.
+"""How many drafts the next round has, and whose: what gives the most tokens a second, by what was
+seen.
 
 A round of k drafts takes so long (measured, by the number of rows), and gives so many tokens (by
 how many of the drafts of late were kept, sequence by sequence). Rounds without drafts are one of
 the choices. No token depends on the choice.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import TypeAlias
+
+from twellctl.decoding.rounds import Drafts
 
 _COUNTS = (1, 2, 3, 5, 7)  # of drafts; each is a CUDA graph of its own
 _FIRST = 3  # that are tried, where none was
@@ -14,6 +20,7 @@ _TRIALS = 3  # rounds of a kind before it is believed what they take
 _GAIN = 1.03  # that drafts must promise
 _AGAIN = 64  # rounds; one of so many is of the other kind, with drafts or without
 _MEMORY = 16  # drafts of a sequence that count
+_OF_ALL = 256  # and of all sequences
 _PRIOR = 4  # drafts that a sequence begins with, of those seen of others
 _FRESH = 0.25  # weight of the newest time
 
@@ -38,64 +45,77 @@ class Agreement:
         return (self.kept + _PRIOR * prior) / (self.kept + self.refused + _PRIOR)
 
 
-class Pace:
-    """Chooses for one engine. `fixed`: always so many drafts; None: what pays."""
+Agreements: TypeAlias = Mapping[int, Agreement]  # of a sequence, by drafters
 
-    def __init__(self, fixed: int | None = None):
+
+class Pace:
+    """Chooses for one engine. `fixed`: the same for each round; None: what pays.
+
+    The first drafter is asked now and then though it does not pay: what would be kept of its drafts
+    only shows in rounds that have them.
+    """
+
+    def __init__(self, fixed: Drafts | None = None):
         self._fixed = fixed
-        self._all = Agreement(kept=3, refused=1)
-        self._seconds: dict[int, dict[int, float]] = {}  # by rows, and by drafts
-        self._counted: dict[tuple[int, int], int] = {}
+        self._all: dict[int, Agreement] = defaultdict(lambda: Agreement(kept=3, refused=1))
+        # by the number of rows
+        self._seconds: dict[int, dict[Drafts, float]] = defaultdict(dict)
+        self._counted: dict[tuple[int, Drafts], int] = defaultdict(int)
         self._rounds = 0
 
-    def choose(self, rows: Rows[Agreement], most: int) -> int:
-        """Drafts for a round of `rows`, 0 to `most`."""
-        if self._fixed is not None or not most:
-            return min(self._fixed or 0, most)
+    def choose(self, rows: Rows[Agreements], most: Rows[int]) -> Drafts:
+        """For a round of `rows`, of up to `most` drafts of each drafter."""
+        if self._fixed is not None:
+            num, drafter = self._fixed
+            return Drafts(min(num, most[drafter]) if most else 0, drafter)
+        if not any(most):
+            return Drafts()
         self._rounds += 1
-        counts = [count for count in _COUNTS if count <= most]
         size = _size(len(rows))
-        for trial in (0, min(_FIRST, most)):
-            if self._counted.get((size, trial), 0) < _TRIALS:
+        trials = [Drafts(min(_FIRST, room), i) for i, room in enumerate(most) if room]
+        for trial in (Drafts(), *trials):
+            if self._counted[size, trial] < _TRIALS:
                 return trial
-        shares = [row.share(self._share) for row in rows]
-        rates = {count: self._rate(shares, size, count) for count in (0, *counts)}
-        drafted = max(counts, key=rates.__getitem__)
-        pays = rates[drafted] > _GAIN * rates[0]
-        return drafted if pays != (self._rounds % _AGAIN == 0) else 0
+        choices = [Drafts(k, i) for i, room in enumerate(most) for k in _COUNTS if k <= room]
+        rates = {choice: self._rate(rows, size, choice) for choice in choices}
+        plain, best = self._rate(rows, size, Drafts()), max(choices, key=rates.__getitem__)
+        if rates[best] > _GAIN * plain:
+            return best if self._rounds % _AGAIN else Drafts()
+        first = [choice for choice in choices if choice.drafter == choices[0].drafter]
+        return Drafts() if self._rounds % _AGAIN else max(first, key=rates.__getitem__)
 
-    def see(self, num_rows: int, drafts: int, seconds: float) -> None:
-        """A round of `num_rows` rows with so many drafts took so long."""
-        size = _size(num_rows)
-        known = self._seconds.setdefault(size, {})
+    def see(self, num_rows: int, drafts: Drafts, seconds: float) -> None:
+        """A round of `num_rows` rows with such drafts took so long."""
+        size, drafts = _size(num_rows), drafts if drafts.num else Drafts()
+        known = self._seconds[size]
         before = known.get(drafts)
         known[drafts] = seconds if before is None else before + _FRESH * (seconds - before)
-        self._counted[size, drafts] = self._counted.get((size, drafts), 0) + 1
+        self._counted[size, drafts] += 1
 
-    def agreed(self, row: Agreement, offered: int, kept: int) -> None:
+    def agreed(self, row: dict[int, Agreement], drafter: int, offered: int, kept: int) -> None:
         """What became of the drafts of a row."""
-        row.see(offered, kept)
-        self._all.see(offered, kept, 16 * _MEMORY)
+        row[drafter].see(offered, kept)
+        self._all[drafter].see(offered, kept, _OF_ALL)
 
-    @property
-    def _share(self) -> float:
-        return self._all.share(0.75)
-
-    def _rate(self, shares: Rows[float], size: int, count: int) -> float:
+    def _rate(self, rows: Rows[Agreements], size: int, drafts: Drafts) -> float:
         """Tokens a second, of all rows."""
-        tokens = sum(sum(share**i for i in range(count + 1)) for share in shares)
-        return tokens / max(self._time(size, count), 1e-9)
+        prior = self._all[drafts.drafter].share(0.75)
+        shares = [row[drafts.drafter].share(prior) for row in rows]
+        tokens = sum(sum(share**i for i in range(drafts.num + 1)) for share in shares)
+        return tokens / max(self._time(size, drafts), 1e-9)
 
-    def _time(self, size: int, count: int) -> float:
+    def _time(self, size: int, drafts: Drafts) -> float:
         """As measured, or on a line through the two measured counts beside it."""
-        known = self._seconds[size]
-        if count in known:
-            return known[count]
-        below = [other for other in sorted(known) if other < count]
-        above = [other for other in sorted(known) if other > count]
+        of_size, (num, drafter) = self._seconds[size], drafts
+        if drafts in of_size:
+            return of_size[drafts]
+        of_drafter = [of for of in of_size if of.drafter == drafter or not of.num]
+        known = {of.num: of_size[of] for of in of_drafter}
+        below = [other for other in sorted(known) if other < num]
+        above = [other for other in sorted(known) if other > num]
         one, other = (below[-1], above[0]) if above else below[-2:]
         slope = (known[other] - known[one]) / (other - one)
-        return known[one] + slope * (count - one)
+        return known[one] + slope * (num - one)
 
 
 def _size(num_rows: int) -> int:

@@ -8,7 +8,7 @@ Without a drafter a round is a step: it reads one token of each row and keeps on
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,11 +23,27 @@ NO_TOKEN = -1  # in a record: the chosen token's logit is NaN; kernels/decode/ch
 NOT_KEPT = -2  # in a record: the token follows a draft that was not chosen
 
 
+class Drafts(NamedTuple):
+    """So many drafts for each row of a round, by this one of the batch's drafters."""
+
+    num: int = 0
+    drafter: int = 0
+
+
 class Drafter(Protocol):
     """What proposes the tokens of a round. It may have passes of its own over the same cache."""
 
     most_drafts: int  # of a row and round
     max_rows: int | None  # of a round with drafts; None: any number
+
+    def load(self, rows: Rows[list[int]]) -> None:
+        """The tokens of each row, set anew; no round is under way. A list that was there before has
+        grown by what its row has kept."""
+        ...
+
+    def follow(self, tokens: Tensor, positions: Tensor) -> None:
+        """What a round reads, `[B, Q]` each, with drafts of whomever. No host reads."""
+        ...
 
     def draft(
         self,
@@ -51,24 +67,29 @@ class Round:
     """A round that was launched."""
 
     num_rows: int
-    num_tokens: int  # that each row reads
+    drafts: Drafts
     _records: Tensor
-    _ends: "tuple[torch.cuda.Event, torch.cuda.Event] | None"  # its beginning and its end
+    # before it, if its time is asked for, and behind it
+    _events: tuple[torch.cuda.Event | None, torch.cuda.Event | None] = (None, None)
     _seconds: float = 0.0  # without events
+
+    @property
+    def num_tokens(self) -> int:
+        """That each row reads."""
+        return 1 + self.drafts.num
 
     def read(self) -> np.ndarray:
         """Its records, int32 `[num_rows, num_tokens, width]`; waits for it. Valid for `in_flight`
         rounds."""
-        if self._ends is not None:
-            self._ends[1].synchronize()
+        if (end := self._events[1]) is not None:
+            end.synchronize()
         return self._records.numpy()[: self.num_rows, : self.num_tokens]
 
     @property
     def seconds(self) -> float:
         """That the device took, of a round that was read."""
-        if self._ends is None:
-            return self._seconds
-        return self._ends[0].elapsed_time(self._ends[1]) / 1000
+        begin, end = self._events
+        return self._seconds if begin is None else begin.elapsed_time(end) / 1000
 
 
 def inputs_of(fields: Tensor, drafts: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -22,9 +22,17 @@ from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.batch import Batch
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.engine import EngineError, GuideError, OutOfMemory, Sampling, Token
+from twellctl.decoding.lookup import LookupDrafter, Repeats
 from twellctl.decoding.pace import Pace
 from twellctl.decoding.pages import PagePool, pages_for
-from twellctl.decoding.rounds import NOT_KEPT, Drafter, Round, chosen_in, records_of
+from twellctl.decoding.rounds import (
+    NOT_KEPT,
+    Drafter,
+    Drafts,
+    Round,
+    chosen_in,
+    records_of,
+)
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
 from twellctl.decoding.torch_decoder import padded
@@ -48,10 +56,10 @@ class Scheduler:
         num_pages: int,
         max_running: int,
         eos_tokens: frozenset[int],
-        drafter: Drafter | None = None,
-        drafts: int | None = None,
+        drafters: Tokens[Drafter] = (),
+        drafts: Drafts | None = None,
     ):
-        """`drafts`: how many a round has, if there is room; None: as many as pay (pace.py)."""
+        """`drafts`: those of each round, if there is room; None: as many as pay (pace.py)."""
         self.decoder, self.eos_tokens = decoder, eos_tokens
         self.max_running = min(max_running, decoder.max_rows or max_running, num_pages - 1)
         # prompts that are read between two rounds, at most
@@ -68,12 +76,14 @@ class Scheduler:
         self._entering: list[Sequence] = []  # whose prompts are being read
         self._events: list[Event] = []  # that the advance under way, or one that failed, has found
         self._under_way: tuple[Round, list[Sequence]] | None = None
-        self.drafts = drafter is not None
+        self.drafts = bool(drafters)
         self._variant, self._pace = Variant(), Pace(drafts)
+        looking = (i for i, each in enumerate(drafters) if isinstance(each, LookupDrafter))
+        self._lookup = next(looking, None)
         self._changed = False
         self._settled = False  # the rows are ready for a round that was put off
         pages = pages_for(self.context)
-        self._batch = Batch(decoder, self.max_running, pages, drafter=drafter)
+        self._batch = Batch(decoder, self.max_running, pages, drafters=drafters)
 
     @property
     def busy(self) -> bool:
@@ -168,8 +178,8 @@ class Scheduler:
                 return
         before, rows = self._under_way, self.running
         num_pages = max(len(sequence.pages) for sequence in rows)
-        most = 0 if guided else self._batch.most_drafts
-        drafts = self._pace.choose([sequence.agreement for sequence in rows], most)
+        most = [] if guided else self._batch.most_drafts
+        drafts = self._pace.choose([sequence.agreements for sequence in rows], most)
         failure = None
         try:
             launched = self._batch.launch(num_pages, self._variant, drafts)
@@ -204,14 +214,15 @@ class Scheduler:
 
     def _count(self, launched: Round, records: np.ndarray, rows: list[Sequence]) -> None:
         """Note what became of drafts, and how long the round took."""
-        drafts = launched.num_tokens - 1
-        if self._batch.num_tokens > 1:
+        drafts = launched.drafts
+        if self.drafts:
             self._pace.see(len(rows), drafts, launched.seconds)
         kept = (records[..., 0] != NOT_KEPT).sum(1) - 1
         for sequence, count in zip(rows, kept.tolist(), strict=True):
             if not sequence.gone:
-                offered = sequence.num_drafts(drafts)
-                self._pace.agreed(sequence.agreement, offered, count)
+                offered = sequence.num_drafts(drafts.num)
+                if drafts.drafter != self._lookup:
+                    self._pace.agreed(sequence.agreements, drafts.drafter, offered, count)
                 self.passes += 1
                 self.drafted += offered
                 self.kept_drafts += count
@@ -222,7 +233,10 @@ class Scheduler:
         for sequence, chosen, of_row in zip(rows, chosen_in(records), records, strict=True):
             if sequence.gone:
                 continue
+            before = len(sequence.tokens)
             new, is_broken = sequence.take(chosen, self.eos_tokens)
+            if self._lookup is not None:
+                self._look_up(sequence, before, self._lookup)
             used = of_row if len(of_row) == 1 else of_row[of_row[:, 0] != NOT_KEPT]
             taken.append(used[: len(new)])
             self._report(sequence, taken[-1], events)
@@ -232,6 +246,14 @@ class Scheduler:
                 self._end(sequence, events)
         if taken:
             self.fired += self._batch.record.shares(np.concatenate(taken)).sum(0)
+
+    def _look_up(self, sequence: Sequence, before: int, lookup: int) -> None:
+        """Note which of the tokens from `before` on its text would have told, had it been asked."""
+        if sequence.repeats is None:
+            sequence.repeats = Repeats(sequence.tokens[:before])
+        for token in sequence.tokens[before:]:
+            told = sequence.repeats.add(token)
+            self._pace.agreed(sequence.agreements, lookup, 1, int(told))
 
     def _report(self, sequence: Sequence, records: np.ndarray, events: list[Event]) -> None:
         """The sequence's new tokens, `records` `[tokens, width]`, until one is wrong."""
@@ -307,7 +329,8 @@ class Scheduler:
         self._give_pages()
         self._variant = variant_of_all(self.running)
         rows = ([s.fields() for s in self.running], [s.pages for s in self.running])
-        self._batch.load(*rows, [s.penalised() for s in self.running])
+        texts = [sequence.tokens for sequence in self.running]
+        self._batch.load(*rows, [s.penalised() for s in self.running], texts)
         self._changed = False
         return begun
 

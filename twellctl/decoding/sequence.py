@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Sequence as Tokens
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.engine import Sampling
+from twellctl.decoding.lookup import Repeats
 from twellctl.decoding.pace import Agreement
 from twellctl.decoding.rounds import NO_TOKEN
 from twellctl.decoding.sampler import Field, fields_of, variant_of
@@ -35,7 +37,9 @@ class Sequence:
         self.pages: list[int] = []
         self.cached = 0  # of the prompt, while it is being read
         self.launched = 0
-        self.agreement = Agreement()  # of its drafts with the model
+        # of its drafts with the model, by who drafted
+        self.agreements: dict[int, Agreement] = defaultdict(Agreement)
+        self.repeats: Repeats | None = None  # for who drafts what is repeated
         self.gone = False  # ended, failed, or nobody waits any more
 
     @property
