@@ -159,6 +159,7 @@ def generate(
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     gates: str = WHOLE,
+    stable: bool = False,
     exact: bool = False,
     original: str | Path | None = None,
     note: Callable[[str], None] = lambda text: None,
@@ -170,12 +171,13 @@ def generate(
     a template. `chat_template`, a file, replaces the model's. The template gets
     `chat_template_kwargs`. `drawing` are the fields of `Drawing`. Without `max_tokens`, at most
     `MAX_TOKENS` are written, as the context allows. Temperature 0, the default, always takes the
-    likeliest token. `gates`, `exact` and `original` are as in `load`. Raises `TwellError`.
+    likeliest token. `gates`, `stable`, `exact` and `original` are as in `load`. Raises
+    `TwellError`.
     """
     chosen(Drawing, drawing)
     _check_text(prompt)
-    how: dict[str, Any] = {"gates": gates, "exact": exact, "original": original}
-    loaded = load(model, chat_template=chat_template, note=note, **how)
+    how: dict[str, Any] = {"gates": gates, "stable": stable, "exact": exact}
+    loaded = load(model, chat_template=chat_template, original=original, note=note, **how)
     return loaded.generate(prompt, chat=chat, chat_template_kwargs=chat_template_kwargs, **drawing)
 
 
@@ -246,6 +248,7 @@ def load(
     *,
     chat_template: str | Path | None = None,
     gates: str = WHOLE,
+    stable: bool = False,
     exact: bool = False,
     original: str | Path | None = None,
     note: Callable[[str], None] = lambda text: None,
@@ -257,15 +260,16 @@ def load(
     `gates` "screened": a 4-bit copy of W_gate, made now, selects the rows that a step of one
     sequence reads, if one kernel can run the step and is faster.
 
-    `exact`: the answers are those of the model that `model` was fitted to, which its config.json
-    names, or `original`. `model` drafts them.
+    `stable`: no token depends on how many a pass has (decoding/stable.py); all neurons are
+    computed. `exact`: the answers are those of the model that `model` was fitted to, which its
+    config.json names, or `original`, in stable decoding. `model` drafts them.
     """
     check_gates(gates)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
     source = find_original(checkpoint, exact, original)
     # torch takes seconds to import: a wrong model is refused before
-    from twellctl.decoding.opening import open_scheduler
+    from twellctl.decoding.opening import open_scheduler, why_no_gain
     from twellctl.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint, chat_template)
@@ -273,10 +277,13 @@ def load(
         _require_template(checkpoint, tokenizer)
     answering, draft = load_models(checkpoint, source)
     ends = [tokenizer.eos_token_id]
-    scheduler = open_scheduler(answering, ends, max_running=1, gates=gates, draft=draft)
+    how: dict[str, Any] = {"gates": gates, "stable": stable, "draft": draft}
+    scheduler = open_scheduler(answering, ends, max_running=1, **how)
     checkpoint.beware_of_noise(note)
-    if source is None:
+    if draft is None:
         checkpoint.say_if_dense(note)
+    elif why := why_no_gain(answering, draft):
+        note(why)
     return Loaded(checkpoint, tokenizer, scheduler)
 
 

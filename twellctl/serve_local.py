@@ -47,6 +47,7 @@ def serve_local(
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     gates: str = SCREENED,
+    stable: bool = False,
     exact: bool = False,
     original: str | Path | None = None,
     on_ready: OnReady | None = None,
@@ -62,10 +63,10 @@ def serve_local(
     to finish; a second one ends them at once. `names` are the model's names in requests, instead of
     the folder's name. `chat_template`, a file, replaces the model's, and gets
     `chat_template_kwargs` in all requests. With `own_sampling`, temperature and the like default to
-    generation_config.json. `gates`, `exact` and `original` are as in `twellctl.generate.load`.
-    Once the server takes requests, `on_ready` is called with what is served and the URL, which ends
-    in the port. `log` receives one line per answered request. Port 0 takes a free one. Signals work
-    only in the main thread.
+    generation_config.json. `gates`, `stable`, `exact` and `original` are as in
+    `twellctl.generate.load`. Once the server takes requests, `on_ready` is called with what is
+    served and the URL, which ends in the port. `log` receives one line per answered request. Port 0
+    takes a free one. Signals work only in the main thread.
     """
     how = chosen(Serving, settings)
     access = access_of(how.host, api_key, allow_hosts)
@@ -85,6 +86,7 @@ def serve_local(
             max_running=how.max_running,
             max_waiting=how.max_waiting,
             gates=gates,
+            stable=stable,
         )
         checkpoint.beware_of_noise(note)
         if source is None:
@@ -110,6 +112,7 @@ def load_served_model(
     chat_template: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     own_sampling: bool = True,
+    stable: bool = False,
     **how: Any,
 ) -> ServedModel:
     """Weights and tokenizer loaded, the worker started; `how`: what `open_engine` takes.
@@ -125,11 +128,11 @@ def load_served_model(
     model, draft = load_models(checkpoint, original)
     about = {"device": describe_place(model)}
     if original is None or draft is None:
-        about["engine"] = describe_decoder(model)
+        about["engine"] = describe_decoder(model, stable=stable)
     else:
         about["exact"] = f"the answers of {original.name}, drafted by {checkpoint.name}"
         about["engine"] = describe_decoder(model, draft, stable=True)
-    engine = open_engine(model, [tokenizer.eos_token_id], draft=draft, **how)
+    engine = open_engine(model, [tokenizer.eos_token_id], stable=stable, draft=draft, **how)
     if engine.screens:
         about["gates"] = str(engine.screens)
     if engine.plan:

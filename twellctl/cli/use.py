@@ -50,12 +50,20 @@ Gates = Annotated[
         "run the step and is faster. whole: read all of W_gate.",
     ),
 ]
+Stable = Annotated[
+    bool,
+    typer.Option(
+        "--stable",
+        help="Choose the same tokens whoever is beside: sums are added up in one order, all "
+        "neurons are computed, and at most 32 sequences run at once.",
+    ),
+]
 Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Answer as the original would, token for token: MODEL, a fit, drafts, and the "
-        "original keeps what it would have written.",
+        help="Answer as the original does with --stable, token for token: MODEL, a fit, drafts, "
+        "and the original keeps what it would have written.",
     ),
 ]
 Original = Annotated[
@@ -118,6 +126,7 @@ def generate(
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "whole",
+    stable: Stable = False,
     exact: Exact = False,
     original: Original = None,
 ) -> None:
@@ -137,6 +146,7 @@ def generate(
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
         gates=gates,
+        stable=stable,
         exact=exact,
         original=original,
         note=ui.note,
@@ -156,6 +166,7 @@ def chat(
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "whole",
+    stable: Stable = False,
     exact: Exact = False,
     original: Original = None,
 ) -> None:
@@ -172,6 +183,7 @@ def chat(
         model,
         chat_template=chat_template,
         gates=gates,
+        stable=stable,
         exact=exact,
         original=original,
         note=ui.note,
@@ -237,6 +249,7 @@ def serve_local(
     chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateArguments = None,
     gates: Gates = "screened",
+    stable: Stable = False,
     exact: Exact = False,
     original: Original = None,
     access_log: AccessLog = True,
@@ -258,6 +271,7 @@ def serve_local(
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
         gates=gates,
+        stable=stable,
         exact=exact,
         original=original,
         on_ready=serving,

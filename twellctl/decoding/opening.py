@@ -117,6 +117,14 @@ def _gates_of(kind: Any, gates: str) -> dict[str, Any]:
     return {"gates": gates} if kind is KernelDecoder else {}
 
 
+def why_no_gain(model: PreTrainedModel, draft: PreTrainedModel) -> str | None:
+    """None if drafts may make answers of `model` faster here, else a sentence."""
+    kind, _ = _choose(model, draft, stable=True)
+    if kind is KernelDecoder:
+        return None
+    return f"drafts gain no speed here: {describe_decoder(model, draft, stable=True)}"
+
+
 def describe_decoder(*models: PreTrainedModel, stable: bool = False) -> str:
     """In words: the decoder that is taken for `models` together, and why not a better one."""
     kind, why = _choose(*models, stable=stable)
