@@ -130,6 +130,9 @@ def test_agreement_is_that_of_transformers_logits(make_model, tmp_path, tokenize
     assert score.part_after == sorted(parted)[1]
     assert score.flips <= score.confident <= 1
     assert done.verdict == score.verdict
+    assert [pair.prompt for pair in done.pairs] == ["What is 0?", "What is 1?", "What is 3?"]
+    assert [pair.tokens for pair in done.pairs] == parted
+    assert [pair.agrees for pair in done.pairs] == [False] * 3
     same = evaluate(silu_llama, reference=silu_llama, prompts=prompts).answers
     assert (same.answers, same.agree, same.same_top, same.flips) == (5, 5, 1, 0)
     assert same.kl.mean == pytest.approx(0, abs=1e-6)
@@ -146,6 +149,13 @@ def test_prompts_come_out_of_chats(tokenizer, monkeypatch):
     assert all(text.count("<|user|>") == 1 for text in found)
     plain = agreement.prompts_in(tokenizer, [torch.arange(1, 41)] * 3)
     assert plain == [list(range(1, 21))] * 3
+
+
+def test_the_question_is_what_the_template_was_given(tokenizer):
+    prompt = encode_prompt(tokenizer, "What is 0?")
+    again = [*tokenizer.encode("<|user|>One?\n<|assistant|>Yes.\n"), *prompt]
+    assert agreement.question_in(tokenizer, again) == "What is 0?"
+    assert agreement.question_in(tokenizer, tokenizer.encode("def f():")) == "def f():"
 
 
 def test_a_prompt_that_begins_the_function_wants_all_of_it():
@@ -356,7 +366,7 @@ def test_the_chat_template_receives_its_settings(cli, silu_llama, tmp_path, monk
         raise TwellError("enough")
 
     monkeypatch.setattr(sys.modules["twellctl.compare"], "answers", answers)
-    monkeypatch.setattr("twellctl.evaluation.agreement.answers", answers)
+    monkeypatch.setattr(sys.modules["twellctl.evaluate"], "answers", answers)
     words += [tmp_path / "model", "--prompts", tmp_path / "prompts.jsonl"]
     code, _, err = cli(command, *words, "--chat-template-kwargs", '{"thinks": true}')
     assert (code, asked) == (1, ["Is it? I think so:"]), err

@@ -6,7 +6,8 @@ from typing import Any
 
 from twellctl.errors import counted
 from twellctl.evaluation.agreement import score_answers, spread
-from twellctl.evaluation.answers import Answer, answers
+from twellctl.evaluation.answers import answers
+from twellctl.evaluation.pairs import Pair, pair_of
 from twellctl.evaluation.results import AnswerScore
 from twellctl.evaluation.settings import Comparing, Doing, Progress
 from twellctl.evaluation.subject import Opened
@@ -27,23 +28,6 @@ PROMPTS = (
     "List three advantages and three disadvantages of working from home.",
 )
 ASKED = 8  # of a file of prompts, without --limit
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Both answers to `prompt`: the `common` text, and how each model continues after it.
-
-    The first `tokens` tokens are the same; `agrees`: all are. `repeats`: which of the two, base and
-    sparse, end in a loop. `ended`: which ended.
-    """
-
-    prompt: str
-    common: str
-    rest: tuple[str, str]
-    tokens: int
-    agrees: bool
-    ended: tuple[bool, bool]
-    repeats: tuple[bool, bool]
 
 
 @dataclass(frozen=True)
@@ -107,28 +91,6 @@ def compare(
     doing("comparing answers")
     score = score_answers(other.model, one.model, encoded, *found)
     rows = list(zip(texts, *found, strict=True))
-    pairs = tuple(_pair(*row) for row in rows if row[1].tokens)
+    pairs = tuple(pair_of(*row) for row in rows if row[1].tokens)
     num_asked = sum(map(bool, encoded))
     return Compared((str(base), str(sparse)), pairs, score, left_out=num_asked - len(pairs))
-
-
-def _pair(prompt: str, one: Answer, other: Answer) -> Pair:
-    common = _common(one.text, other.text)
-    return Pair(
-        prompt=prompt,
-        common=common,
-        rest=(one.text[len(common) :], other.text[len(common) :]),
-        tokens=one.agreeing(other),
-        agrees=one.tokens == other.tokens,
-        ended=(one.ended, other.ended),
-        repeats=(one.repeats, other.repeats),
-    )
-
-
-def _common(one: str, other: str) -> str:
-    """The whole words with which both begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    size = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-    while size and one != other and not one[size - 1].isspace():
-        size -= 1
-    return one[:size]

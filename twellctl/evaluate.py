@@ -9,7 +9,15 @@ import torch
 
 from twellctl.errors import TwellError, UsageError, counted
 from twellctl.evaluation import limited
-from twellctl.evaluation.agreement import compare_answers, prompts_in, score_answers, spread
+from twellctl.evaluation.agreement import (
+    MAX_TOKENS,
+    prompts_in,
+    question_in,
+    score_answers,
+    spread,
+)
+from twellctl.evaluation.answers import Answer, answers
+from twellctl.evaluation.pairs import Pair, pair_of
 from twellctl.evaluation.questions import (
     AnyQuestion,
     Task,
@@ -33,6 +41,7 @@ from twellctl.text.tokens import Messages
 
 COMPARED_TEXTS = 64  # that the tokenizers of model and reference both encode
 COMPARED_ANSWERS = 64  # at most, without --limit
+SHOWN_PAIRS = 12  # of them, in the result
 
 
 def evaluate(
@@ -75,10 +84,7 @@ def evaluate(
     scored = None if text is None else _score_text(subjects, text, doing, progress)
     wrote = [one.write(in_own_words, how.max_tokens, doing, progress) for one in subjects]
     _note_unanswered(wrote[0], note)
-    agreement = None
-    if len(subjects) > 1:
-        doing("comparing answers")
-        agreement = _agreement(subjects, prompts, wrote, text, progress)
+    agreement, pairs = _agreement(subjects, prompts, wrote, text, doing, progress)
     chosen_by_each = [subject.choose(of_choices, doing, progress) for subject in subjects]
     written_by_each = [one.marks(in_own_words, doing, progress) for one in wrote]
     own = subjects[0]
@@ -94,6 +100,7 @@ def evaluate(
         tasks=(*_task_results(chosen_by_each), *_task_results(written_by_each)),
         bytes_read=bytes_read(own.checkpoint, None if scored is None else scored.density),
         reference_bytes_read=bytes_read(subjects[1].checkpoint) if len(subjects) > 1 else None,
+        pairs=pairs,
     )
 
 
@@ -204,32 +211,54 @@ def _agreement(
     prompts: Sequence[Messages],
     wrote: Sequence[Wrote],
     text: GroupedWindows | None,
+    doing: Doing,
     progress: Progress,
-) -> AnswerScore | None:
-    """On the answers to `prompts`, else on those to tasks, else on what follows in the text."""
+) -> tuple[AnswerScore | None, tuple[Pair, ...]]:
+    """On the answers to `prompts`, else on those to tasks, else on what follows in the text.
+
+    `SHOWN_PAIRS` of the answers come with the score. None without a reference.
+    """
+    if len(subjects) < 2:
+        return None, ()
+    doing("comparing answers")
     own, other = subjects
-    if not prompts and wrote[0].prompts:
-        return _agreement_on_tasks(own, other, *wrote)
     if prompts:
-        encoded = own.all_encoded(prompts)
+        asked = own.all_encoded(prompts)
+    elif wrote[0].prompts:
+        return _compared(own, other, *_some_of(*wrote))
     else:
-        encoded = prompts_in(own.tokenizer, text.ids) if text is not None else []
-    if not encoded:
-        return None
-    return compare_answers(own.model, other.model, own.tokenizer, encoded, progress=progress)
+        asked = prompts_in(own.tokenizer, text.ids) if text is not None else []
+    if not asked:
+        return None, ()
+    theirs, ours = (
+        answers(one.model, own.tokenizer, asked, MAX_TOKENS, progress) for one in (other, own)
+    )
+    return _compared(own, other, asked, theirs, ours)
 
 
-def _agreement_on_tasks(own: Subject, other: Subject, ours: Wrote, theirs: Wrote) -> AnswerScore:
-    """On `COMPARED_ANSWERS` of the answers to tasks, which both models have written already."""
+def _some_of(ours: Wrote, theirs: Wrote) -> tuple[list[list[int]], list[Answer], list[Answer]]:
+    """(prompts, the reference's answers, the model's) of `COMPARED_ANSWERS` questions of tasks,
+    which both have answered already."""
     answered = [i for i, answer in enumerate(theirs.answers) if answer.tokens]
     places = spread(answered, COMPARED_ANSWERS)
-    return score_answers(
-        own.model,
-        other.model,
-        prompts=[ours.prompts[i] for i in places],
-        theirs=[theirs.answers[i] for i in places],
-        ours=[ours.answers[i] for i in places],
+    return (
+        [ours.prompts[i] for i in places],
+        [theirs.answers[i] for i in places],
+        [ours.answers[i] for i in places],
     )
+
+
+def _compared(
+    own: Subject,
+    other: Subject,
+    prompts: Sequence[list[int]],
+    theirs: Sequence[Answer],
+    ours: Sequence[Answer],
+) -> tuple[AnswerScore, tuple[Pair, ...]]:
+    score = score_answers(own.model, other.model, prompts, theirs, ours)
+    rows = zip(prompts, theirs, ours, strict=True)
+    shown = spread([row for row in rows if row[1].tokens], SHOWN_PAIRS)
+    return score, tuple(pair_of(question_in(own.tokenizer, row[0]), *row[1:]) for row in shown)
 
 
 def _windows(opened: Sequence[Opened], how: Evaluating) -> GroupedWindows:

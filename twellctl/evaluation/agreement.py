@@ -160,6 +160,16 @@ def prompts_in(tokenizer: PreTrainedTokenizerBase, blocks: Sequence[Tensor]) -> 
     return spread(found, PROMPTS)
 
 
+def question_in(tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> str:
+    """The text of a prompt, without what the chat template puts around the last question."""
+    opening, answer = _marks(tokenizer) or ([], [])
+    size = len(opening)
+    starts = [i for i in range(len(prompt)) if size and prompt[i : i + size] == opening]
+    if starts and prompt[-len(answer) :] == answer:
+        prompt = prompt[starts[-1] + size : -len(answer)]
+    return tokenizer.decode(prompt, skip_special_tokens=True)
+
+
 def spread(found: Sequence[Any], count: int) -> list[Any]:
     """`count` of them, at even strides, or all if there are fewer."""
     count = min(count, len(found))

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from twellctl.evaluation.kept import chart_of, point_of
+from twellctl.evaluation.pairs import Pair
 from twellctl.firing.profiled import KindDensity
 from twellctl.models.verdict import Verdict, by_answers, judged
 from twellctl.report.charts import Points
@@ -275,7 +276,8 @@ class Evaluation(Shown):
 
     `text` is None without data, `answers` without a reference and prompts; `limit`: questions of
     each task at most. A step of one token reads `bytes_read` of linear layers in the blocks
-    (models/bytes_read.py); None where it is not known how many neurons fire.
+    (models/bytes_read.py); None where it is not known how many neurons fire. `pairs`: some of the
+    answers that were compared, with the reference's.
     """
 
     model: str
@@ -291,6 +293,7 @@ class Evaluation(Shown):
     tasks: tuple[TaskResult, ...]
     bytes_read: int | None = None
     reference_bytes_read: int | None = None
+    pairs: tuple[Pair, ...] = ()
 
     @property
     def verdict(self) -> Verdict | None:
