@@ -18,7 +18,8 @@ from twellctl.bundle.twell_config import new_twell
 from twellctl.errors import TwellError, UsageError
 from twellctl.files.home import from_home
 from twellctl.files.outputs import claimed
-from twellctl.files.strict_json import json_text
+from twellctl.files.strict_json import json_text, read_json
+from twellctl.fitting.chart import chart_of
 from twellctl.fitting.settings import Fit, Progress
 from twellctl.fitting.source import group_size_for, open_source
 from twellctl.models.bytes_read import bytes_read
@@ -26,6 +27,7 @@ from twellctl.models.card import write_card
 from twellctl.models.carried import copy_side_files, copy_weights, has_chat_template, write_config
 from twellctl.models.checkpoint import FIT_FILE, Checkpoint, open_checkpoint
 from twellctl.models.schemes import INT4
+from twellctl.report.charts import Curves
 from twellctl.report.notebook import Shown
 from twellctl.settings import chosen, flag_name
 from twellctl.text.reading import text_files
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
     from twellctl.fitting.run import Fitted
-    from twellctl.report.charts import Curves
 
 Doing = Callable[[str], None]
 
@@ -62,11 +63,11 @@ class Converted(Shown):
     bytes_read: int | None = None
     source_bytes_read: int | None = None
 
-    def to_chart(self) -> "Curves":
+    def to_chart(self) -> Curves:
         """How each layer of a fitted model came out."""
         if self.fitted is None:
             raise TwellError(f"{self.out} was not fitted: there is nothing to plot")
-        return self.fitted.to_chart(self.out.name)
+        return chart_of(read_json(self.out / FIT_FILE), self.out.name)
 
 
 def convert(

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from twellctl.bench.decode_chart import chart_of
 from twellctl.bench.results import Rivals, Run, compared, finite
-from twellctl.report.charts import BarChart, BarPanel, Bars
+from twellctl.report.charts import BarChart
 
 # standard deviations of the logits; rounding in bf16 stays far below, a token at random far above
 ALLOWED_SHORTFALL = 0.25
@@ -133,23 +134,9 @@ class DecodeModel:
             f"and dense FP8 were not run: {self.without_twell}"
         )
 
-    def panel(self) -> BarPanel:
-        """Its forms, by name, at each batch size; None where one was left out."""
-        at = [{form.name: form for form in point.forms} for point in self.points]
-        names = dict.fromkeys(name for forms in at for name in forms)
-        found = {name: [forms.get(name) for forms in at] for name in names}
-        bars = [
-            Bars(
-                name,
-                [None if form is None else form.steps_per_second for form in forms],
-                [None if form is None else 1 / form.floor_seconds for form in forms],
-            )
-            for name, forms in found.items()
-        ]
-        return BarPanel(self.what, [str(point.batch) for point in self.points], bars)
-
     def to_json(self) -> dict[str, Any]:
         return {
+            "what": self.what,
             "model": self.described,
             "without_twell": self.without_twell,
             "points": [point.to_json() for point in self.points],
@@ -173,14 +160,7 @@ class DecodeBench(Run):
 
     def to_chart(self) -> BarChart:
         """Steps per second of each form by the rows of a step, and what its bytes allow."""
-        return BarChart(
-            title="Decoding, token by token",
-            x_label="rows of a step: sequences at once",
-            y_label="steps/s",
-            limit="limit: its bytes at the speed of a copy",
-            panels=[model.panel() for model in self.models],
-            note=f"{self.facts['device']}, copies at {self.bandwidth / 1e9:.0f} GB/s; medians",
-        )
+        return chart_of(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         models = [model.to_json() for model in self.models]

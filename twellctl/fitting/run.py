@@ -32,7 +32,6 @@ from twellctl.models.loading import (
     read_tensors,
     stored_dtypes,
 )
-from twellctl.report.charts import Curves, Line, Panel
 
 
 @dataclass(frozen=True)
@@ -71,36 +70,6 @@ class Fitted:
     def density(self) -> float:
         """Share of the model's own neurons that fire, a mean over the layers."""
         return sum(layer.fires for layer in self.layers) / len(self.layers)
-
-    def to_chart(self, name: str) -> Curves:
-        """How each layer of the model `name` came out; of one made ReLU, what fires, too."""
-        errors, by_map = [self._line("fitted", "error")], []
-        far, fires = [self._line("differ", "states_differ")], []
-        if self.layers[0].error_swapped is not None:
-            errors.append(self._line("only the activation changed", "error_swapped"))
-            fires = [self._line("fitted", "fires")]
-        if self.map_neurons:
-            by_map = [self._line("map", "map_share")]
-        drawn = (
-            ("FFN: error, of the squared output", errors, None),
-            ("Hidden states after the layer: distance to the original's", far, None),
-            ("Neurons that fire", fires, self.wanted),
-            ("What the linear map adds, of the squared output", by_map, None),
-        )
-        x = range(len(self.layers))
-        return Curves(
-            title=f"{name}: fitted layer by layer",
-            panels=[
-                Panel(title, "layer", x, lines, wanted=wanted)
-                for title, lines, wanted in drawn
-                if lines
-            ],
-            note=f"held-out text: KL to the original {self.held_out.kl:.4f}, same token "
-            f"{self.held_out.same_token:.2%}",
-        )
-
-    def _line(self, name: str, figure: str) -> Line:
-        return Line(name, [getattr(layer, figure) for layer in self.layers])
 
 
 def fit_weights(
