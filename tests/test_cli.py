@@ -20,6 +20,7 @@ COMMANDS = (
     "profile",
     "export",
     "run",
+    "report",
     "quickstart",
     "generate",
     "chat",

@@ -88,6 +88,7 @@ def test_the_wheel_holds_everything_and_nothing_but_the_package(built):
     assert not [name for name in names if name.endswith((".svg", ".json"))]  # figures stay, too
     inside = {name for name in names if ".dist-info/" not in name}
     assert inside == sources("twellctl", (".py", ".html", ".css", ".js", ".typed")) | data
+    assert "twellctl/report/page.html" in inside
     assert {f"twellctl/serving/page.{kind}" for kind in ("html", "css", "js")} <= inside
     assert {"twellctl/_data/recipes/paper.yaml", "twellctl/_data/kernels/README.md"} <= inside
     info = f"twellctl-{twellctl.__version__}.dist-info"

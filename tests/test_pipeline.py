@@ -49,11 +49,14 @@ def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path,
     assert code == 0
     assert f"export: twellctl export {out}/relu {out}/exported" in "\n".join(err)
     made = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    assert {*made} == {"relu", "eval.json", "profile.json", "exported", "run.json"}
+    made_by_steps = {"relu", "eval.json", "profile.json", "exported"}
+    assert {*made} == made_by_steps | {"run.json", "report.html"}
     card = (out / "exported/README.md").read_text()
     assert "How many of its neurons fire has not been measured" not in card
     _, _, err = pipe(STEPS, "--keep-going")
-    assert [line.split(":")[0] for line in err] == ["convert", "eval", "profile", "export"]
+    assert [line.split(":")[0] for line in err] == [
+        *("convert", "eval", "profile", "export", "report")
+    ]
     assert made == {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
 
     monkeypatch.setattr(Evaluation, "verdict", Verdict(3, 0.7, "many are lost", "so"))
@@ -122,7 +125,7 @@ def test_other_files_are_no_reason_to_skip(pipe, text_file, tmp_path):
     said = f"error: {out}/relu is not what convert made, or damaged: remove it, or name another out"
     assert pipe(steps)[2] == [said]
     shutil.rmtree(out / "relu")
-    assert pipe(steps, "--keep-going")[2][-1] == f"eval: {out}/eval.json is there"
+    assert pipe(steps, "--keep-going")[2][-2] == f"eval: {out}/eval.json is there"
     text.write_text(text_file.read_text().replace("import", "export", 1))
     said = "was made with other settings or inputs (data): remove it, or name another out"
     assert pipe(steps)[2][-1] == f"error: {out}/eval.json {said}"

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from twellctl.cli import bench, make, measure, pipeline, use
+from twellctl.cli import bench, make, measure, pipeline, run_report, use
 from twellctl.cli.command import CONTEXT, command, show_help
 from twellctl.screens import ui
 from twellctl.version import __version__
@@ -64,6 +64,7 @@ command(app, "compare owner/model exported", group=MAKE)(measure.compare)
 command(app, "plot 15%=eval-15.json 22%=eval-22.json kept.svg", group=MAKE)(measure.plot)
 command(app, "export sparse exported --profile profile.json", group=MAKE)(make.export)
 command(app, "run coder.yaml", group=MAKE)(pipeline.run)
+command(app, "report coder", group=MAKE)(run_report.report)
 command(app, "generate exported 'Once upon a time'", group=USE)(use.generate)
 command(app, "chat exported", group=USE)(use.chat)
 command(app, "serve-local exported --port 8000", group=USE)(use.serve_local)

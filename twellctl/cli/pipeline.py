@@ -24,6 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
+from twellctl.cli.run_report import RECIPE, check_report, write_report
 from twellctl.errors import TwellError, UsageError, encodable, shown
 from twellctl.files.home import from_home
 from twellctl.files.made_of import RECORD, as_json, contents_of, digest_of, refuse_other
@@ -68,7 +69,7 @@ def run(
     The file holds model, out and any of the steps write, convert, finetune, eval, profile and
     export, each with the flags of its command. A step reads what earlier steps made in out, unless
     it says otherwise. To continue after an interruption, repeat the command. It stops if the
-    verdict of eval is bad.
+    verdict of eval is bad. It ends with a page on all of it, report.html in out.
     """
     from twellctl.training.recipe_file import read_settings
 
@@ -78,7 +79,8 @@ def run(
         raise UsageError(f"{file} must have model and out, got {shown(model)} and {shown(out)}")
     _check_steps(file, content)
     steps = {name: content[name] or {} for name in _MADE if name in content}
-    _Pipeline(context.find_root(), model, from_home(out), steps).take(keep_going)
+    recipe = {"model": model, "out": out, **content}
+    _Pipeline(context.find_root(), model, from_home(out), steps).take(keep_going, recipe)
 
 
 def _check_steps(file: Path, content: dict[str, Any]) -> None:
@@ -118,13 +120,18 @@ class _Pipeline:
         path = out / RECORD
         self._begun: dict[str, Any] = read_json(path, "remove it") if path.exists() else {}
 
-    def take(self, keep_going: bool) -> None:
-        """Take all steps that are not done; `TwellError`, before any, if one of them cannot be."""
+    def take(self, keep_going: bool, recipe: Settings) -> None:
+        """Take all steps that are not done; `TwellError`, before any, if one of them cannot be.
+
+        The report, with the `recipe`, is written at the end, and before a bad verdict stops it.
+        """
         for name in self._steps:
             self._check(name)
         if self._out.exists() and not self._out.is_dir():
             raise TwellError(f"{self._out} exists and is not a folder: name another out")
         self._out.mkdir(parents=True, exist_ok=True)
+        check_report(self._out)
+        self._save(RECIPE, recipe)
         for name in self._steps:
             made = self._out / _MADE[name]
             is_begun = made.exists()
@@ -137,7 +144,8 @@ class _Pipeline:
             else:
                 self._take_one(name, made)
             if name == "eval" and not keep_going:
-                _check_verdict(made)
+                self._check_verdict(made)
+        self._report()
 
     def _check(self, name: str) -> None:
         """Refuse wrong flags of a step, and what was made with other settings."""
@@ -190,9 +198,22 @@ class _Pipeline:
         elif not held_out.exists():
             raise TwellError(f"{held_out} is missing: put it back, or remove {made}, too")
 
+    def _check_verdict(self, made: Path) -> None:
+        try:
+            _check_verdict(made)
+        except TwellError:
+            self._report()
+            raise
+
+    def _report(self) -> None:
+        ui.doing("drawing the report")
+        ui.note(f"report: {write_report(self._out)}")
+
     def _save(self, name: str, begun: dict[str, Any]) -> None:
+        before = dict(self._begun)
         self._begun[name] = as_json(begun)
-        write_file(self._out / RECORD, json.dumps(self._begun, indent=1))
+        if self._begun != before:
+            write_file(self._out / RECORD, json.dumps(self._begun, indent=1))
 
     def _words(self, name: str) -> list[str]:
         """The command line of a step without its name."""

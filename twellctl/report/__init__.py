@@ -1,1 +1,1 @@
-"""Results, for people: tables in a notebook, plots."""
+"""Results, for people: tables in a notebook, plots, the page of a run."""

@@ -1,0 +1,163 @@
+"""twellctl report: a page on what lies in the folder of a run, which `run` writes at its end, too.
+
+Read are run.json, what the steps made, and what else was measured and written there: any JSON of
+`eval` is a row of the table, and any of `bench decode` a plot.
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from twellctl.bench.decode_chart import chart_of as chart_of_bench
+from twellctl.errors import TwellError
+from twellctl.evaluation import kept
+from twellctl.evaluation.in_report import answers_of, table_of
+from twellctl.evaluation.results import VERSION_KEY
+from twellctl.files.made_of import RECORD
+from twellctl.files.outputs import check_file, write_file
+from twellctl.files.strict_json import read_json
+from twellctl.firing.profiled import read_profile
+from twellctl.fitting.chart import chart_of as chart_of_fit
+from twellctl.models.carried import METRICS_FILE
+from twellctl.models.checkpoint import FIT_FILE, REPORT_FILE
+from twellctl.report.charts import Chart
+from twellctl.report.page import KEY, Page, Picture, html_of, pictures_of
+from twellctl.screens import ui
+
+PAGE = "report.html"
+RECIPE = "recipe"  # in run.json: the file of the run
+_BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The out of a run.")],
+) -> None:
+    """Write a page on a run.
+
+    FOLDER/report.html has the verdict, what the model keeps, plots, and answers beside the
+    original's. It is one file, which loads nothing. Other evaluations in FOLDER, such as one of
+    the original in 4 bits, become rows of its table, and what 'bench decode --json' wrote there
+    becomes a plot.
+    """
+    ui.doing("drawing")
+    ui.say(str(write_report(folder)))
+
+
+def check_report(folder: Path) -> None:
+    """Refuse a folder whose report would replace something else."""
+    check_file(folder / PAGE, "the report", "report of twellctl", _is_report)
+
+
+def write_report(folder: Path) -> Path:
+    """Write the page, unless it says the same already; `TwellError` for a folder of no run."""
+    path = folder / PAGE
+    if not (folder / RECORD).is_file():
+        raise TwellError(f"{folder} holds no {RECORD}: give the out of 'twellctl run'")
+    check_report(folder)
+    content = html_of(_page(folder))
+    if not path.is_file() or path.read_text(encoding="utf-8") != content:
+        write_file(path, content, lambda: check_report(folder))
+    return path
+
+
+def _is_report(path: Path) -> bool:
+    return KEY in path.read_text(encoding="utf-8", errors="replace")[:2000]
+
+
+def _page(folder: Path) -> Page:
+    evaluations, benches = _measured(folder)
+    with _complete(folder):
+        own = evaluations.get("eval.json")
+        columns, rows = table_of(list(evaluations.values())) if evaluations else ([], [])
+        verdict = own["verdict"] if own and own["verdict"] else {}
+        return Page(
+            title=folder.resolve().name,
+            verdict=verdict.get("words", ""),
+            because=verdict.get("because", ""),
+            is_bad=verdict.get("step") in (3, 4),
+            sentences=[said for bench in benches for said in bench["sentences"]],
+            columns=columns,
+            rows=rows,
+            pictures=_pictures(list(_charts(folder, evaluations, benches))),
+            answers=answers_of(own) if own else [],
+            facts=list(_facts(folder, own)),
+            recipe=_recipe(folder),
+        )
+
+
+def _measured(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """The evaluations in a folder by the names of their files, the run's first; and benches."""
+    evaluations, benches = {}, []
+    for path in sorted(folder.glob("*.json"), key=lambda path: (path.name != "eval.json", path)):
+        content = read_json(path)
+        if VERSION_KEY in content:
+            evaluations[path.name] = content
+        elif content.get("command") == "bench decode":
+            benches.append(content)
+    return evaluations, benches
+
+
+@contextlib.contextmanager
+def _complete(path: Path) -> Iterator[None]:
+    """`TwellError` if something inside is not as a command wrote it."""
+    try:
+        yield
+    except _BROKEN as error:
+        raise TwellError(
+            f"{path}: a figure is missing or broken ({error!r}): make again what is there"
+        ) from error
+
+
+def _charts(
+    folder: Path, evaluations: dict[str, dict[str, Any]], benches: list[dict[str, Any]]
+) -> Iterator[Chart]:
+    """Of all that was measured; an evaluation without tasks or bytes has no point."""
+    points = []
+    for name, evaluation in evaluations.items():
+        with contextlib.suppress(TwellError):
+            points.append(kept.point_of(evaluation, name))
+    if points:
+        yield kept.chart_of(points)
+    yield from map(chart_of_bench, benches)
+    if (profile := folder / "profile.json").is_file():
+        yield read_profile(profile).to_chart()
+    if (fit := folder / "relu" / FIT_FILE).is_file():
+        yield chart_of_fit(read_json(fit), "relu")
+    if (history := folder / "sparse" / METRICS_FILE).is_file():
+        from twellctl.training.history import chart_of  # brings torch
+
+        found = read_json(folder / "sparse" / REPORT_FILE)
+        yield chart_of(history, "sparse: fine-tuning", found["target_density"])
+
+
+def _pictures(charts: list[Chart]) -> list[Picture]:
+    if charts and importlib.util.find_spec("matplotlib") is None:
+        ui.note(f"{PAGE} has no plots: pip install matplotlib, then twellctl report")
+        return []
+    return pictures_of(charts) if charts else []
+
+
+def _facts(folder: Path, evaluation: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if evaluation:
+        yield "measured on", f"{evaluation['device']}, {evaluation['dtype']}"
+        yield "versions", ", ".join(f"{k} {v}" for k, v in evaluation["versions"].items())
+        yield "fingerprint of the weights", evaluation["fingerprint"]
+    weights = list((folder / "exported").glob("*.safetensors"))
+    if weights:
+        size = sum(path.stat().st_size for path in weights)
+        yield "weights on disk", f"{size / 1e9:.3g} GB in exported/"
+    if (fit := folder / "relu" / FIT_FILE).is_file():
+        found = read_json(fit)
+        took = f"{ui.duration(found['seconds'])} for {found['tokens']} tokens"
+        yield "fit", took + (f", {found['kept']} layers kept from before" * bool(found["kept"]))
+
+
+def _recipe(folder: Path) -> str:
+    """The file of the run, as YAML."""
+    recipe = read_json(folder / RECORD).get(RECIPE)
+    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True) if recipe else ""
