@@ -1,9 +1,9 @@
 """Drafts out of the text itself: what followed its last tokens the last time that they stood in it.
 
-Edits of a given text, quotations and code repeat long stretches. Looking for them takes a few
-microseconds on the device, where the rows' tokens lie, and no pass of a model. The host looks for
-the same in what it has read, and so knows how often such drafts would have been right, also of
-rounds that had others.
+Edits of a given text, quotations and code repeat long stretches. Looking for them takes no pass of
+a model: the device, where the rows' tokens lie, compares each place of a row with its end. The host
+looks for the same in what it has read, and so knows how often such drafts would have been right,
+also of rounds that had others.
 """
 
 from collections.abc import Sequence
