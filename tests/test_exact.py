@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_answers")
 @pytest.fixture(autouse=True)
 def drafts(monkeypatch):
     """Rounds have drafts, whether they pay or not."""
-    monkeypatch.setattr("twellctl.decoding.scheduler.Pace", lambda fixed: Pace(Drafts(4)))
+    monkeypatch.setattr("twellctl.decoding.tally.Pace", lambda fixed: Pace(Drafts(4)))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_answers_are_the_originals(fits, silu_llama, answers, name):
             assert made.text() == answers(prompt, max_tokens=40, **how)
             assert made.figures.tokens_a_pass >= 1
     scheduler = loaded.scheduler
-    assert 0 < scheduler.kept_drafts < scheduler.drafted
+    assert 0 < scheduler.tally.kept < scheduler.tally.drafted
 
 
 def test_what_is_equal_is_in_memory_once(fits, silu_llama):

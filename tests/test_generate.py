@@ -21,6 +21,7 @@ from other_processes import SLOW_STEPS
 
 from twellctl.cli import use
 from twellctl.decoding.engine import Sampling, Token
+from twellctl.decoding.tally import Tally
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.firing.counts import fired_meter
@@ -229,8 +230,7 @@ def test_a_character_that_the_limit_cuts_is_left_out(tokenizer, ended, written):
         eos_tokens={0},
         fired=np.zeros(1),
         generated_tokens=0,
-        passes=0,
-        kept_drafts=0,
+        tally=Tally((), None),
     )
     found = Generation(scheduler, tokenizer, [1], Sampling(len(tokens), 0), continued=False)
     assert "".join(found) == written

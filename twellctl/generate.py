@@ -92,7 +92,7 @@ class Generation:
         self._times: list[float] = []  # of the start, and of each token
         self._ended = False
         self._before = scheduler.fired.copy(), scheduler.generated_tokens
-        self._drafts_before = scheduler.passes, scheduler.kept_drafts
+        self._drafts_before = scheduler.tally.passes, scheduler.tally.kept
 
     def __iter__(self) -> Iterator[str]:
         """Raises `TwellError`, when memory runs out for example."""
@@ -133,9 +133,9 @@ class Generation:
         )
 
     def _tokens_a_pass(self) -> float | None:
-        passes, kept = self._drafts_before
-        passes, kept = self._scheduler.passes - passes, self._scheduler.kept_drafts - kept
-        return 1 + kept / passes if passes and self._scheduler.drafts else None
+        tally, before = self._scheduler.tally, self._drafts_before
+        passes, kept = tally.passes - before[0], tally.kept - before[1]
+        return 1 + kept / passes if passes and tally.has_drafters else None
 
     def _tokens(self) -> Iterator[int]:
         """As they come, without the one that ends the text."""

@@ -78,9 +78,9 @@ class DecodeEngine:
             cache_used=1 - pool.free / pool.capacity,
             densities=tuple((scheduler.fired / generated).tolist()) if generated else (),
             failed=scheduler.failed,
-            passes=scheduler.passes,
-            drafted=scheduler.drafted,
-            kept_drafts=scheduler.kept_drafts,
+            passes=scheduler.tally.passes,
+            drafted=scheduler.tally.drafted,
+            kept_drafts=scheduler.tally.kept,
         )
 
     def close(self) -> None:

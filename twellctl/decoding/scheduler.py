@@ -22,8 +22,6 @@ from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.batch import Batch
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.engine import EngineError, GuideError, OutOfMemory, Sampling, Token
-from twellctl.decoding.lookup import LookupDrafter, Repeats
-from twellctl.decoding.pace import Pace
 from twellctl.decoding.pages import PagePool, pages_for
 from twellctl.decoding.rounds import (
     NOT_KEPT,
@@ -35,6 +33,7 @@ from twellctl.decoding.rounds import (
 )
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.sequence import Sequence
+from twellctl.decoding.tally import Tally
 from twellctl.decoding.torch_decoder import padded
 
 PROMPTS_TOGETHER = 16
@@ -69,17 +68,13 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their rows
         self.prompt_tokens = self.generated_tokens = 0
-        # passes of the model over a sequence in rounds, drafts that they read, and that were kept
-        self.passes = self.drafted = self.kept_drafts = 0
+        self.tally = Tally(drafters, drafts)
         self.failed = 0  # generations in a row, not for want of memory, nor by their guides
         self.fired = np.zeros(len(decoder.neurons))  # sums of shares, over all generated tokens
         self._entering: list[Sequence] = []  # whose prompts are being read
         self._events: list[Event] = []  # that the advance under way, or one that failed, has found
         self._under_way: tuple[Round, list[Sequence]] | None = None
-        self.drafts = bool(drafters)
-        self._variant, self._pace = Variant(), Pace(drafts)
-        looking = (i for i, each in enumerate(drafters) if isinstance(each, LookupDrafter))
-        self._lookup = next(looking, None)
+        self._variant = Variant()
         self._changed = False
         self._settled = False  # the rows are ready for a round that was put off
         pages = pages_for(self.context)
@@ -179,7 +174,7 @@ class Scheduler:
         before, rows = self._under_way, self.running
         num_pages = max(len(sequence.pages) for sequence in rows)
         most = [] if guided else self._batch.most_drafts
-        drafts = self._pace.choose([sequence.agreements for sequence in rows], most)
+        drafts = self.tally.choose(rows, most)
         failure = None
         try:
             launched = self._batch.launch(num_pages, self._variant, drafts)
@@ -209,23 +204,8 @@ class Scheduler:
             return
         for sequence in rows:
             sequence.launched -= 1
-        self._count(launched, records, rows)
+        self.tally.count(launched, records, rows)
         self._append(records, rows, events)
-
-    def _count(self, launched: Round, records: np.ndarray, rows: list[Sequence]) -> None:
-        """Note what became of drafts, and how long the round took."""
-        drafts = launched.drafts
-        if self.drafts:
-            self._pace.see(len(rows), drafts, launched.seconds)
-        kept = (records[..., 0] != NOT_KEPT).sum(1) - 1
-        for sequence, count in zip(rows, kept.tolist(), strict=True):
-            if not sequence.gone:
-                offered = sequence.num_drafts(drafts.num)
-                if drafts.drafter != self._lookup:
-                    self._pace.agreed(sequence.agreements, drafts.drafter, offered, count)
-                self.passes += 1
-                self.drafted += offered
-                self.kept_drafts += count
 
     def _append(self, records: np.ndarray, rows: list[Sequence], events: list[Event]) -> None:
         """Give the tokens of `records` `[rows, tokens, width]` to the sequences that go on."""
@@ -235,8 +215,7 @@ class Scheduler:
                 continue
             before = len(sequence.tokens)
             new, is_broken = sequence.take(chosen, self.eos_tokens)
-            if self._lookup is not None:
-                self._look_up(sequence, before, self._lookup)
+            self.tally.look_up(sequence, before)
             used = of_row if len(of_row) == 1 else of_row[of_row[:, 0] != NOT_KEPT]
             taken.append(used[: len(new)])
             self._report(sequence, taken[-1], events)
@@ -246,14 +225,6 @@ class Scheduler:
                 self._end(sequence, events)
         if taken:
             self.fired += self._batch.record.shares(np.concatenate(taken)).sum(0)
-
-    def _look_up(self, sequence: Sequence, before: int, lookup: int) -> None:
-        """Note which of the tokens from `before` on its text would have told, had it been asked."""
-        if sequence.repeats is None:
-            sequence.repeats = Repeats(sequence.tokens[:before])
-        for token in sequence.tokens[before:]:
-            told = sequence.repeats.add(token)
-            self._pace.agreed(sequence.agreements, lookup, 1, int(told))
 
     def _report(self, sequence: Sequence, records: np.ndarray, events: list[Event]) -> None:
         """The sequence's new tokens, `records` `[tokens, width]`, until one is wrong."""
