@@ -1,5 +1,7 @@
 """Stable decoding and drafts on a GPU: the same bits alone, with others and in rounds."""
 
+import copy
+
 import pytest
 import torch
 from attached import attached
@@ -13,6 +15,7 @@ from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.torch_decoder import padded
+from twellctl.models.originals import share_equal
 
 pytestmark = pytest.mark.gpu
 LOOKUP = 1  # the second drafter
@@ -142,3 +145,18 @@ def test_a_sparse_fit_drafts_over_its_own_kernels():
     scheduler = open_scheduler(model, draft=draft, drafts=Drafts(3))
     assert run_all(scheduler, prompts, Sampling(60, 0))[0] == known
     assert scheduler.tally.kept > 0
+
+
+def test_what_two_models_share_is_on_the_gpu_once():
+    """Also where decoders lay weights anew."""
+    model = make("qwen2").cpu()
+    draft = copy.deepcopy(model)
+    for layer in draft.model.layers:
+        layer.mlp.down_proj.weight.data *= 1.01
+    assert share_equal(model, draft, lambda name: False) is None
+    open_scheduler(model.cuda(), draft=draft.cuda())
+    others = dict(draft.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.is_cuda
+        is_shared = others[name].data_ptr() == parameter.data_ptr()
+        assert is_shared == (".mlp." not in name), name
