@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from history_decoder import HistoryDecoder, expected
+from history_decoder import HistoryDecoder, HistoryDrafter, expected
 from scheduled import all_of, assert_nothing_is_held, tokens_of
 
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
+from twellctl.decoding.lookup import LookupDrafter
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.rounds import NO_TOKEN
 from twellctl.decoding.scheduler import Scheduler
@@ -19,10 +20,27 @@ pytestmark = pytest.mark.usefixtures("reads_late")
 GREEDY = Sampling(40, 0)
 
 
+in_both_modes = pytest.mark.usefixtures("both_modes")
+MODES = {"is_drafted": False}
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "drafted for"])
+def both_modes(request, monkeypatch) -> None:
+    """Rounds without drafts, and those of exact answers, with as many as seem to pay."""
+    monkeypatch.setitem(MODES, "is_drafted", request.param)
+
+
 def scheduler_of(decoder=None, num_pages=40, max_running=4, eos=frozenset()) -> Scheduler:
-    return Scheduler(decoder or HistoryDecoder(num_pages), num_pages, max_running, eos)
+    decoder = decoder or HistoryDecoder(num_pages)
+    drafters = []
+    if MODES["is_drafted"]:
+        decoder.stable = True
+        looked_up = LookupDrafter(max_running, decoder.context, decoder.device)
+        drafters = [HistoryDrafter(decoder, 3, 5), looked_up]
+    return Scheduler(decoder, num_pages, max_running, eos, drafters)
 
 
+@in_both_modes
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 99, 100, 101, 333])
 def test_one_sequence(length):
     scheduler = scheduler_of()
@@ -55,6 +73,7 @@ def test_of_what_is_chosen_a_sequence_takes_what_belongs_to_it(chosen, new, is_b
     assert sequence.has_ended(ends) == has_ended
 
 
+@in_both_modes
 def test_what_has_ended_takes_no_place():
     """Who was told of an end may come again at once, and finds room."""
     scheduler = scheduler_of()
@@ -65,6 +84,7 @@ def test_what_has_ended_takes_no_place():
     assert scheduler.num_running == 0
 
 
+@in_both_modes
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_comes_and_goes_tokens_are_right_and_pages_are_free_at_the_end(seed):
     draw = random.Random(seed)
@@ -96,6 +116,7 @@ def test_whatever_comes_and_goes_tokens_are_right_and_pages_are_free_at_the_end(
     assert_nothing_is_held(scheduler)
 
 
+@in_both_modes
 def test_the_youngest_loses_its_pages_and_goes_on_later():
     decoder = HistoryDecoder()
     scheduler = scheduler_of(decoder, num_pages=8, max_running=3)  # 7 pages
@@ -110,6 +131,7 @@ def test_the_youngest_loses_its_pages_and_goes_on_later():
     assert_nothing_is_held(scheduler)
 
 
+@in_both_modes
 def test_the_oldest_never_waits_however_little_room_there_is():
     """So each comes to its end, since each is the oldest at some time."""
     scheduler = scheduler_of(num_pages=8, max_running=3)  # 7 pages, for 12 at last
@@ -188,6 +210,7 @@ def test_rows_read_together_leave_a_page_to_each_that_runs():
         assert tokens_of(found[sequence]) == expected([i] * 5, 40)
 
 
+@in_both_modes
 def test_an_end_token_ends_a_sequence_and_is_its_last():
     prompt = [3, 1, 4]
     known = expected(prompt, 30)
@@ -202,6 +225,7 @@ def test_an_end_token_ends_a_sequence_and_is_its_last():
     assert_nothing_is_held(first)
 
 
+@in_both_modes
 def test_tokens_tell_what_was_asked():
     sequence = Sequence([1, 2], Sampling(3, 0, top_logprobs=2, densities=True))
     plain = Sequence([1, 2], Sampling(3, 0))
@@ -234,6 +258,7 @@ def test_what_can_never_fit_is_refused(prompt, budget, said):
     assert_nothing_is_held(scheduler)
 
 
+@in_both_modes
 def test_the_longest_that_fits_uses_every_page():
     scheduler = scheduler_of(num_pages=6, max_running=2)
     sequence = Sequence([1] * 100, Sampling(PAGE * 5 - 100, 0))
@@ -243,6 +268,7 @@ def test_the_longest_that_fits_uses_every_page():
     assert tokens_of(found[other]) == expected([2] * 100, 50)
 
 
+@in_both_modes
 def test_a_run_that_is_left_holds_nothing():
     scheduler = scheduler_of()
     for events in scheduler.run([[1], [2]], Sampling(50, 0)):
@@ -269,7 +295,8 @@ class Failing(HistoryDecoder):
     def run(self, tokens, positions, tables, last=1):
         is_step = tokens.shape[1] == 1
         self.at -= is_step
-        if self.at == 0 if is_step else (tokens == 200).any():
+        is_prompt = last < tokens.shape[1]
+        if self.at == 0 if is_step else is_prompt and (tokens == 200).any():
             raise self.error
         return super().run(tokens, positions, tables, last)
 
@@ -277,6 +304,7 @@ class Failing(HistoryDecoder):
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB")
 
 
+@in_both_modes
 @pytest.mark.parametrize(
     ("error", "kind"), [(NO_MEMORY, OutOfMemory), (IndexError("no such\nlayer"), EngineError)]
 )
@@ -333,6 +361,7 @@ class Broken:
             raise self.error
 
 
+@in_both_modes
 @pytest.mark.parametrize("error", [RuntimeError("lexer\nbroke"), Panic("lexer broke")])
 @pytest.mark.parametrize(
     ("method", "at", "count"),  # the first mask is that of the token after the prompt
@@ -402,6 +431,7 @@ def test_a_step_that_fails_otherwise_fails_those_in_it_and_no_others():
     assert_nothing_is_held(scheduler)
 
 
+@in_both_modes
 def test_fail_all_ends_what_runs_is_read_and_waits():
     scheduler = scheduler_of(max_running=2)
     sequences = [Sequence([i] * n, GREEDY) for i, n in enumerate((10, 400, 10))]
