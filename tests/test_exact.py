@@ -40,8 +40,9 @@ def fits(silu_llama, text_file, tmp_path_factory):
     }.items():
         made[name] = tmp_path_factory.mktemp("fits") / "fit"
         convert(silu_llama, made[name], data=[str(text_file)], **QUICK | how)
-    made["export"] = tmp_path_factory.mktemp("exports") / "fit"
-    export(made["fit"], made["export"])
+    for name, quantize in (("export", None), ("export in FP8", "fp8")):
+        made[name] = tmp_path_factory.mktemp("exports") / "fit"
+        export(made["fit"], made[name], quantize=quantize)
     return made
 
 
@@ -59,7 +60,9 @@ def answers(silu_llama):
     return lambda prompt, **how: loaded.generate(prompt, **how).text()
 
 
-@pytest.mark.parametrize("name", ["fit", "4 bits", "the model in 4 bits", "export"])
+@pytest.mark.parametrize(
+    "name", ["fit", "4 bits", "the model in 4 bits", "export", "export in FP8"]
+)
 def test_answers_are_the_originals(fits, silu_llama, answers, name):
     loaded = load(fits[name], exact=True, original=silu_llama)
     for prompt in PROMPTS:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.rounds import inputs_of
-from twellctl.decoding.sampler import Field, Variant
+from twellctl.decoding.sampler import Variant
 from twellctl.decoding.step_end import Record, StepEnd
 from twellctl.decoding.weighing import Weights
 
@@ -46,14 +46,13 @@ class ModelDrafter:
     ) -> Tensor:
         fields = fields.clone()
         written = None if weights is None else weights.written.clone()
-        size = fields.shape[1], 1, self._record.width
+        size = count, fields.shape[1], 1, self._record.width
         records = torch.empty(size, dtype=torch.int32, device=fields.device)
-        variant, drafts = variant._replace(logprobs=False), []
-        for _ in range(count):
+        variant = variant._replace(logprobs=False)
+        for of_draft in records:
             inputs = inputs_of(fields, None)
             logits, fired = self._decoder.run(*inputs, tables)
-            self._end(logits, fired, inputs, fields, records, variant, weights)
-            drafts.append(fields[Field.TOKEN].clone())
+            self._end(logits, fired, inputs, fields, of_draft, variant, weights)
         if weights is not None:
             weights.written.copy_(written)
-        return torch.stack(drafts, 1)
+        return records[:, :, 0, 0].T.clamp(min=0)  # a draft that is no number is none to keep
