@@ -23,15 +23,17 @@ import pytest
 
 from twellctl.bundle import twell_nvrtc, twell_spec
 from twellctl.bundle.twell_nvrtc import Cubin
-from twellctl.bundle.twell_spec import HEAD_DIMS, KINDS, MOST_OF_BLOCK, entry
+from twellctl.bundle.twell_spec import HEAD_DIMS, MOST_OF_BLOCK, STEP_KINDS, entry
 from twellctl.here.resources import kernel_files
 
 SOURCES = kernel_files()
 EVERY_CASE = "TWELL_TEST_EVERY_CASE" in os.environ  # also what is like another, or takes long
 HURRIED, HURRIED_BYTES = "--Ofast-compile=max", 1024  # of shared memory, that it adds
 # the text of the steps of 4096, of heads of 128, or of products in bf16, with other numbers
-OTHERS_TEXT = {f"{entry(f'decode/step_{K}', kind)}.cu" for K in MOST_OF_BLOCK for kind in KINDS}
-OTHERS_TEXT -= {"decode/step_4096.cu", "decode/step_1536_e4m3.cu"}
+OTHERS_TEXT = {
+    f"{entry(f'decode/step_{K}', kind)}.cu" for K in MOST_OF_BLOCK for kind in STEP_KINDS
+}
+OTHERS_TEXT -= {"decode/step_4096.cu", "decode/step_1536_e4m3.cu", "decode/step_4096_int4.cu"}
 OTHERS_TEXT |= {f"decode/attend_{D}.cu" for D in HEAD_DIMS if D != 128}
 OTHERS_TEXT |= {
     f"{entry(name, 'e4m3')}.cu" for name in ("ffn/few_linear", "ffn/few_hidden", "ffn/few_down")

@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from emulated_kernels import EmulatedKernels
 from torch import Tensor
 
 from twellctl.bundle.twell_e4m3 import round_weight
-from twellctl.bundle.twell_spec import step_entry
+from twellctl.bundle.twell_int4 import expand
+from twellctl.bundle.twell_spec import step_entry, step_group
 from twellctl.decoding.screened import screen_copy
+from twellctl.decoding.step_int4 import by_quads, down_by_neurons
 
 PAGE, EPS = 64, 1e-5
 
@@ -19,7 +22,7 @@ PAGE, EPS = 64, 1e-5
 class Model:
     """Random layers, and a cache that is full of numbers; all bf16.
 
-    With `fp8` the layers' weights are rounded to e4m3. `weights` are what the judge takes, and
+    The layers' weights are rounded to `kind`. `weights` are what the judge takes, and
     `given` what a kernel does.
     """
 
@@ -37,7 +40,8 @@ class Model:
     seed: int = 0
     vocabulary: int = 512
     token: int = 7
-    fp8: bool = False
+    kind: str = "bf16"
+    is_silu: bool = False  # the dense form alone
     ffn_size: float = 1.0  # of its inputs; its results are as large as ever
     mapped: int = 0  # of the last neurons, which share a gate
     missed: float = 0.0  # screened: what a gate must be above to be seen; -inf: all are
@@ -86,9 +90,28 @@ class Model:
                 if has_gate_bias:
                     layer["gate_bias"][own:] = 9  # it fires
             self.weights.append(layer)
-        self.given = [self._rounded(layer) if self.fp8 else layer for layer in self.weights]
+        rounded = {"bf16": dict, "e4m3": self._in_e4m3, "int4": self._in_int4}[self.kind]
+        self.given = [rounded(layer) for layer in self.weights]
 
-    def _rounded(self, layer: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def _in_int4(self, layer: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """The layer in int4, the scales of down behind the rest; in `layer` as it is expanded."""
+        given, group = dict(layer), step_group(self.K)
+        for name in ("qkv", "out", "gate", "up", "down"):
+            is_down = name == "down"
+            weight = layer[name].t().float() if is_down else layer[name].float()
+            groups = F.pad(weight, (0, -weight.shape[1] % group)).unflatten(1, (-1, group))
+            scales = (groups.abs().amax(-1) / 8).clamp(min=1e-30).bfloat16()
+            codes = (groups / scales[..., None].float()).round().clamp(-8, 7).to(torch.int8)
+            wide = expand(codes.flatten(1), scales)[:, : weight.shape[1]]
+            codes = codes.flatten(1)[:, : weight.shape[1]]
+            layer[name] = wide.t() if is_down else wide
+            if is_down:
+                given[name], given["down_scales"] = down_by_neurons(codes, scales, group)
+            else:
+                given[name] = by_quads(codes, scales, group)
+        return given
+
+    def _in_e4m3(self, layer: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """The layer in e4m3, its scales behind the rest; in `layer` what the numbers stand for."""
         given, scales = dict(layer), {}
         for name in ("qkv", "out", "gate", "up", "down"):
@@ -106,8 +129,10 @@ class Model:
         rows = []
         for layer in self.given:
             pointers = [0 if t is None else t.data_ptr() for t in layer.values()]
-            places = len(pointers) - 5 * self.fp8
-            screen = [0, 0] if self.fp8 else [t.data_ptr() for t in self.screens[len(rows)]]
+            places = len(pointers) - {"bf16": 0, "e4m3": 5, "int4": 1}[self.kind]
+            screen = [0, 0]
+            if self.kind == "bf16":
+                screen = [t.data_ptr() for t in self.screens[len(rows)]]
             both = (self.N - self.mapped) << 32 | self.window
             rows.append([*pointers[:places], *screen, both, *pointers[places:]])
         return torch.tensor(rows, dtype=torch.int64)
@@ -129,7 +154,7 @@ class Model:
     def memory(self) -> Iterator[Tensor]:
         """What that table points to."""
         yield from (t for layer in self.given for t in layer.values() if t is not None)
-        if not self.fp8:
+        if self.kind == "bf16":
             yield from (t for screen in self.screens for t in screen)
 
 
@@ -157,7 +182,7 @@ def emulate(
     counts = torch.full((len(seeds), model.layers), -1, dtype=torch.int32)
     for i, seed in enumerate(seeds):
         kernels.launch(
-            step_entry(K, D, form, "e4m3" if model.fp8 else "bf16"),
+            step_entry(K, D, form, model.kind),
             (blocks,),
             288,
             {
@@ -177,6 +202,7 @@ def emulate(
                 "sin": model.sin,
                 "eps": EPS,
                 "scale": D**-0.5,
+                "is_silu": int(model.is_silu),
                 "words": words,
                 "epoch": epoch,
                 "counts": counts[i],
@@ -215,7 +241,8 @@ def judge(model: Model) -> Done:
         fired = gate > 0
         counts.append(int(fired.sum()))
         up = product(layer["up"], layer["ffn_norm"], layer["up_bias"])
-        hidden = _rounded(gate * up) * fired
+        act = _rounded(F.silu(gate)) if model.is_silu else gate * fired
+        hidden = _rounded(act * up)
         x = _rounded(_linear(hidden, layer["down"].t(), layer["down_bias"]) + x)
     logits = _norm(x, model.last_norm) @ model.head.double().t()
     return Done(logits[None], torch.tensor([counts]), new)

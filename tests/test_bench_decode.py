@@ -75,6 +75,18 @@ def test_twell_is_measured_against_the_dense_form(both_forms):
     assert "x at 3 (" in said
 
 
+def test_a_model_in_4_bits_with_a_map(both_forms, monkeypatch):
+    """The dense form is without the map. Steps in one kernel read codes, others what they are."""
+    monkeypatch.setattr(BothForms, "step_kind", "int4", raising=False)
+    found = bench_decode(DecodeSettings(**TINY | {"bits": 4, "map_rank": 128}))
+    (model,) = found.to_json()["models"]
+    assert model["model"]["intermediate_size"] == 256 + 128
+    assert (model["model"]["bits"], model["model"]["map_rank"]) == (4, 128)
+    one, three = (point["forms"] for point in model["points"])
+    assert one["twell"]["density"] == pytest.approx(0.02, rel=0.6)  # of the others
+    assert one["twell"]["floor_bytes"] < 0.8 * three["twell"]["floor_bytes"]
+
+
 @pytest.mark.parametrize("family", ["gemma2", "phi3"])  # all: test_random_model.py
 def test_the_shape_of_a_config_is_measured(success, family, tmp_path):
     words = ("--config", write_config(tmp_path, family), "--layers", 2)
@@ -201,6 +213,13 @@ def test_bad_calls_are_refused(cli, relu_llama, silu_llama, text_file, tmp_path,
             "config is for a random model: leave out MODEL and --data, or --config",
         ),
         ({"densities": (0.0,)}, "density must be > 0"),
+        ({"bits": 8}, "bits must be 4, got 8"),
+        ({"bits": 4, "quantize": "fp8"}, "rounded to 4 bits or quantised: give --bits or"),
+        ({"bits": 4, "map_rank": 100}, "map-rank must be a multiple of 128 with --bits, got 100"),
+        (
+            {"model": str(relu_llama), "data": (str(text_file),), "config": None, "bits": 4},
+            "bits is for a random model: leave out MODEL and --data",
+        ),
         (
             {"batches": (64,), "densities": (0.3,)},
             "new-tokens must be more for 64 rows, of 15 steps all went together in 0",

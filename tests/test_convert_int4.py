@@ -9,9 +9,10 @@ import torch
 from edits import json_in, weights_in
 from fits import FAMILIES, QUICK
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from twellctl.bundle.twell_int4 import expand, pack, unpack
+from twellctl.bundle.twell_int4 import expand, kept_codes, pack, unpack
 from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
@@ -174,6 +175,22 @@ def test_an_export_has_its_silu_form_in_the_scales(rounded, tmp_path):
     one, other = open_checkpoint(out), open_checkpoint(tmp_path / "export")
     for (name, a), (_, b) in zip(read_tensors(one), read_tensors(other), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_a_layer_that_is_loaded_keeps_its_codes(rounded, tmp_path):
+    """Also where an export's SiLU form is taken out, and until its weight is changed."""
+    _, out, _ = rounded()
+    export(out, tmp_path / "export")
+    for folder in (out, tmp_path / "export"):
+        model = load_model(open_checkpoint(folder))
+        linears = [m for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
+        for linear in linears:
+            codes, scales = kept_codes(linear)
+            assert torch.equal(expand(codes, scales), linear.weight)
+        assert not any("packed" in name for name in model.state_dict())
+        with torch.no_grad():
+            linears[0].weight[0, 0] += 1
+        assert kept_codes(linears[0]) is None
 
 
 def test_an_export_runs_over_its_own_code_and_saves_bf16(rounded, tmp_path):

@@ -17,7 +17,7 @@ from twellctl.bench.decode_floors import screened_gate, step_bytes
 from twellctl.bench.decode_judge import judge
 from twellctl.bench.decode_results import DecodeBench, DecodeModel, DecodePoint
 from twellctl.bench.decode_runs import timed_run
-from twellctl.bench.random_model import make_model, open_shape
+from twellctl.bench.random_model import make_model, open_shape, round_to_int4
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.engine import EngineError
 from twellctl.decoding.scheduler import Scheduler
@@ -121,6 +121,14 @@ def test_the_floor_of_a_step(tied):
     own = 3 * 128 * 0.5 + 2 * 128 * (0.5 + 0.25 + 0.0)
     assert step_bytes(model, (0.5, 0.25, 0.0), 5, gate=0.5) == 2 * (others + 64 * (own + 3 * 128))
     model.config.twell = None
+    in_int4 = copy.deepcopy(model)
+    round_to_int4(in_int4)  # in groups of 64
+    per_weight, of_layers = 0.5 + 2 / 64, 3 * attention + 3 * 3 * 64 * 192
+    assert step_bytes(in_int4, None, 5) == 2 * dense
+    whole = 2 * dense - (2 - per_weight) * of_layers
+    assert step_bytes(in_int4, None, 5, in_int4=True) == whole
+    skipped = per_weight * 64 * 192 * 2 * (0.5 + 0.75 + 1)
+    assert step_bytes(in_int4, (0.5, 0.25, 0.0), 5, in_int4=True) == whole - skipped
     round_model(model, SCHEMES["fp8"])
     of_layers = 3 * attention + 3 * 3 * 64 * 192
     scales = 4 * 3 * (64 + 32 + 32 + 64 + 192 + 192 + 64)

@@ -65,7 +65,17 @@ def step(kernels: EmulatedKernels, form: str = "sparse", **how) -> None:
 
 
 def step_e4m3(kernels: EmulatedKernels) -> None:
-    step(kernels, fp8=True)
+    step(kernels, kind="e4m3")
+
+
+def step_int4(kernels: EmulatedKernels) -> None:
+    """With a map, and groups of neurons that begin within a block's."""
+    model = emulated_step.Model(
+        1536, 128, 12, 12, 2312, 1, 3, gate_mean=-0.5, mapped=520, kind="int4"
+    )
+    wanted = emulated_step.judge(model)
+    done = emulated_step.emulate(kernels, model, 96, "sparse", seeds=(1,))
+    assert (done.logits - wanted.logits).abs().max() < 0.05
 
 
 def screened(kernels: EmulatedKernels) -> None:
@@ -132,7 +142,7 @@ MUTATIONS = (
     ),
     of(
         step,
-        "decode/step.cuh",
+        "decode/step_layers.cuh",
         "not made visible",
         ("no fence between blocks", "            fence_gpu();\n"),
     ),
@@ -209,7 +219,7 @@ MORE = (
     ),
     of(
         screened,
-        "decode/step.cuh",
+        "decode/step_layers.cuh",
         RACE,
         (
             "no wait for other warps' candidates",
@@ -240,13 +250,13 @@ MORE = (
     ),
     of(
         step,
-        "decode/step.cuh",
+        "decode/step_layers.cuh",
         "wait forever",
         ("the last tag", "phase ? tag : (tag - 1) & 0xffff", "tag"),
     ),
     of(
         step,
-        "decode/step_ffn.cuh",
+        "decode/step_fired.cuh",
         "assert",
         ("no tag looked at", "if (!(wrong & 0xff)) return;", "return;"),
     ),
@@ -279,14 +289,45 @@ MORE = (
         ("the other row's chunks", "2 * pair + high, num - 1", "2 * pair, num - 1"),
     ),
     of(
+        step_int4,
+        "decode/step_codes.cuh",
+        RACE,
+        (
+            "no wait for other warps' largest",
+            "        sync_consumers();\n        most = 0;",
+            "        most = 0;",
+        ),
+        (
+            "no wait for what neurons are worth",
+            "        sync_consumers();\n        return whole.back * kPerCode;",
+            "        return whole.back * kPerCode;",
+        ),
+    ),
+    of(
+        step_int4,
+        "decode/step_codes.cuh",
+        "assert",
+        ("another group's scale", "(8 * block + warp()) / (kGroup / 64)", "block"),
+        ("another neurons' scales", "(group + t % 2) * kDownScaleBytes", "t % 2 * kDownScaleBytes"),
+        ("units are never left", "if (is_through) end(i);", ""),
+        ("the lower byte alone", "256 * upper + lower", "lower"),
+        ("another row's place", "first_block((share.first + t) % 4)", "first_block(t)"),
+    ),
+    of(
+        step_int4,
+        "decode/step_codes_ffn.cuh",
+        RACE,
+        ("no wait for scales", "        wait_for_copies<0>();\n        sync_consumers();\n\n", ""),
+    ),
+    of(
         step_e4m3,
-        "decode/step.cuh",
+        "decode/step_layers.cuh",
         "assert",
         ("the neighbour's columns of x", "        clear_dealt();\n"),
     ),
     of(
         step_e4m3,
-        "decode/step_ffn.cuh",
+        "decode/step_fired.cuh",
         "assert",
         ("another column's scale", "kQuad * own.first + thread(), bits);", "thread(), bits);"),
     ),
@@ -296,7 +337,7 @@ MORE = (
         ".",
         (
             "scales that the barrier does not count",
-            "unit_bytes + (scales ? kScaleBytes : 0)",
+            "num_bytes + (scales ? kScaleBytes : 0)",
             "unit_bytes",
         ),
     ),

@@ -34,6 +34,7 @@ from twellctl.bundle.twell_spec import (
     NUMBERS,
     SPEC,
     SPEC_NAME,
+    STEP_KINDS,
     entry,
 )
 from twellctl.here.resources import kernel_files
@@ -41,7 +42,9 @@ from twellctl.here.resources import kernel_files
 TUNED_WITH = (13, 0)  # the newest NVRTC by which registers were counted
 FEW_BYTES = 16  # a newer one may spill a few words; a loop that spills does so by hundreds
 HOPPER_ONLY = {ENTRY_FILES[e] for e in (*HOPPER_KERNELS, *GRAD_KERNELS)}
-HOPPER_ONLY |= {f"{entry(f'decode/step_{K}', kind)}.cu" for K in MOST_OF_BLOCK for kind in KINDS}
+HOPPER_ONLY |= {
+    f"{entry(f'decode/step_{K}', kind)}.cu" for K in MOST_OF_BLOCK for kind in STEP_KINDS
+}
 HOPPER_ONLY |= {f"{entry('ffn/few_walk', kind)}.cu" for kind in KINDS}
 # of two kinds of numbers, NVRTC 12 compiles the kernels over e4m3: these include the others' parts
 WITH_E4M3 = {name for name in SOURCES if f"{entry(name.removesuffix('.cu'), 'e4m3')}.cu" in SOURCES}

@@ -7,16 +7,18 @@ import torch
 from compiled import compile_claims
 from ffns import ffn_by_neurons
 from launched import Launches, assert_taken, bf16
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_spec import ENTRY_FILES, KINDS, PAGE, step_entry
-from twellctl.bundle.twell_weights import Weight, plain_weight
+from twellctl.bundle.twell_spec import ENTRY_FILES, PAGE, STEP_KINDS, step_entry
+from twellctl.bundle.twell_weights import FFN, Weight, plain_weight
 from twellctl.decoding import attention
 from twellctl.decoding.attention import AttendLayer, Rotary
 from twellctl.decoding.families import Norms, Scales
 from twellctl.decoding.screened import Screen
+from twellctl.decoding.step_int4 import by_quads, down_by_neurons
 from twellctl.decoding.whole_step import (
     DecoderLayer,
     StepSizes,
@@ -51,12 +53,35 @@ def fp8_layer(window: int | None) -> DecoderLayer:
     return replace(layer, qkv=qkv, out=out, ffn=ffn)
 
 
+def int4_layer(window: int | None) -> DecoderLayer:
+    """As `make_layer`, over weights as step_int4.py lays them."""
+    layer, N, group = make_layer(window), 64, 64
+
+    def laid(*shape: int) -> Tensor:
+        scales = torch.ones(shape[0], shape[1] // group).bfloat16()
+        return by_quads(torch.zeros(shape, dtype=torch.int8), scales, group)
+
+    turned, scales = down_by_neurons(
+        torch.zeros(2048, N, dtype=torch.int8), torch.ones(2048, 1).bfloat16(), group
+    )
+    gate, up = (Weight("int4", laid(N, 2048), bias=bias) for bias in (None, bf16(N)))
+    return replace(
+        layer,
+        qkv=Weight("int4", laid(3072, 2048), bias=bf16(3072)),
+        out=Weight("int4", laid(2048, 2048)),
+        ffn=FFN(gate, up, Weight("int4", turned, scales), turned),
+    )
+
+
 def make_layer(window: int | None) -> DecoderLayer:
     ffn = ffn_by_neurons(bf16(64, 2048), bf16(64, 2048), bf16(64, 2048), None, bf16(64))
     attend = AttendLayer(bf16(3, 8, 64, 64), bf16(3, 8, 64, 64), 0.125, window)
     qkv, out = plain_weight(bf16(3072, 2048), bf16(3072)), plain_weight(bf16(2048, 2048))
     norms = Norms(bf16(2048), None, bf16(2048), None)
     return DecoderLayer(norms, qkv, attend, out, ffn)
+
+
+MAKE = {"bf16": make_layer, "e4m3": fp8_layer, "int4": int4_layer}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +102,8 @@ def test_who_goes_in_one_kernel(sizes):
     for form in ("sparse", "dense"):
         assert sizes.entry(form) in ENTRY_FILES
         if sizes.D <= 128:
-            assert ENTRY_FILES[replace(sizes, kind="e4m3").entry(form)].endswith("_e4m3.cu")
+            for kind in ("e4m3", "int4"):
+                assert ENTRY_FILES[replace(sizes, kind=kind).entry(form)].endswith(f"_{kind}.cu")
     assert sizes.entry("screened") in ENTRY_FILES
 
 
@@ -103,10 +129,10 @@ def test_who_does_not(sizes, limits, why):
     assert why in why_no_whole_step(sizes, limits)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", STEP_KINDS)
 @pytest.mark.parametrize("form", ["sparse", "dense"])
 def test_the_launch(form, kind):
-    make = fp8_layer if kind == "e4m3" else make_layer
+    make = MAKE[kind]
     kernels, layers = OneLaunch(), [make(None), make(100)]
     sizes = replace(SMALL, N=64, V=512, kind=kind)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
@@ -142,10 +168,10 @@ def test_scaled_embeddings_and_a_vocabulary_that_is_no_multiple_of_4():
     assert args["embeddings"].shape == (1, 2048)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", STEP_KINDS)
 def test_the_table_of_layers(kind):
     """As step_shared.cuh declares a layer."""
-    layer = fp8_layer(100) if kind == "e4m3" else make_layer(100)
+    layer = MAKE[kind](100)
     kernels, sizes = OneLaunch(), replace(SMALL, N=64, V=512, kind=kind)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = Rotary(bf16(128, 64), bf16(128, 64), 64)
@@ -173,9 +199,10 @@ def test_the_table_of_layers(kind):
     }
     ffn = layer.ffn
     scales = [layer.qkv.scales, layer.out.scales, ffn.gate.scales, ffn.up.scales, ffn.down.scales]
-    scales = scales if kind == "e4m3" else []
-    names = [*of_layer, "copy", "limits", "window", *(f"scales[{i}]" for i in range(len(scales)))]
-    struct = f"ScaledLayer<{KINDS[kind].struct}>"
+    scales = [scale for scale in scales if scale is not None]
+    named = ["down_scales"] if kind == "int4" else [f"scales[{i}]" for i in range(len(scales))]
+    names = [*of_layer, "copy", "limits", "window", *named]
+    struct = f"ScaledLayer<{STEP_KINDS[kind].struct}>"
     claims = [f"__builtin_offsetof({struct}, {name}) == {8 * i}" for i, name in enumerate(names)]
     claims.append(f"__builtin_offsetof({struct}, num_own) == {8 * names.index('window') + 4}")
     claims.append(f"sizeof({struct}) == {8 * len(row)}")

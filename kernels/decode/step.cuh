@@ -10,6 +10,7 @@
 //   epoch       uint32 [1], zero before the first launch: how often words were used
 //   counts      int32 [num_layers]: neurons that fired
 //   logits      float32 [V]
+//   is_silu     1: the dense form has SiLU in the place of ReLU, and counts nothing
 //
 // A layer has some 60 MB of weights (of K 2048 in bf16), and for one token each weight is
 // multiplied once: the step takes as long as reading them. So a ninth warp requests weights all the
@@ -47,6 +48,9 @@
 // the rows. The scales of the columns of y are requested as soon as the gates are known. The head
 // stays bf16: its units have as many bytes, and fewer rows.
 //
+// int4 has other products, which step_codes.cuh describes; step_int4.cuh puts them in the place of
+// these. Its gate is its own screen.
+//
 // Numbers are rounded where the kernels for few tokens round them. Sums are added in a fixed order,
 // so a step has the same bits each time.
 //
@@ -54,264 +58,15 @@
 // the GPU that waits for this kernel to end.
 //
 // Launch: step_K_DIM, step_K_DIM_dense or step_K_DIM_screened, the first two also with the end of
-// another kind of weights (_e4m3); one block per multiprocessor, at least H and K / 4 / kOwnQuads
-// of them; at most kMostRows rows of the gate per block; 288 threads; Block::kBytes of dynamic
-// shared memory.
+// another kind of weights (_e4m3, _int4); one block per multiprocessor, at least H and K / 4 /
+// kOwnQuads of them; at most kMostRows rows of the gate per block; 288 threads; Block::kBytes of
+// dynamic shared memory.
 #pragma once
 
 #include "decode/step_ffn.cuh"
-#include "ptx/barriers.cuh"
-#include "ptx/global.cuh"
-#include "ptx/handover.cuh"
-#include "ptx/shared.cuh"
-#include "tile/bf16.cuh"
 
 namespace {
-
-template <int DIM, int FORM>
-struct Step : Neurons {
-    using Neurons::Neurons;
-
-    // The next layer's pointers, into shared memory.
-    __device__ __forceinline__ void keep_layer(int l) const {
-        const auto* from = reinterpret_cast<const unsigned long long*>(args.layers);
-        if (thread() < kLayerWords && l < args.num_layers)
-            at<unsigned long long>(kLayers)[l % kLayersKept * kLayerWords + thread()] =
-                __ldg(from + l * kLayerWords + thread());
-    }
-
-    // The embedding, the residual, what positions are turned by.
-    __device__ __forceinline__ void begin(const Share& own, int position) const {
-        const unsigned short* row = args.embeddings + static_cast<long long>(args.tokens[0]) * K;
-        for (int i = thread(); i < K / 8; i += kConsumers)  // where sums will be
-            load_streamed_if(true, row + 8 * i, at<uint4>(kSums)[i]);
-        clear_dealt();
-        if (thread() < kQuad * own.num)
-            at<float>(kOwn)[thread()] = bf16_value(row[kQuad * own.first + thread()]);
-        if (thread() < DIM / 4) {
-            const int which = thread() / (DIM / 8), eight = thread() % (DIM / 8);
-            load_streamed_if(
-                true,
-                (which ? args.sin : args.cos) + static_cast<long long>(position) * DIM + 8 * eight,
-                at<uint4>(kTurn + which * 2 * kMostDim)[eight]);
-        }
-        if (block() == 0) {  // nobody counts before all have been told of layer 0
-            for (int l = thread(); l < args.num_layers; l += kConsumers) args.counts[l] = 0;
-            fence_gpu();
-        }
-    }
-
-    // What becomes of the sums of a product's rows, a thread a row: logits, q, k and v, or x.
-    __device__ __forceinline__ void use_sum(const Layer& layer, int l, int phase, int row,
-                                            unsigned tag) const {
-        float sum = sum_of_warps(sums() + thread() * kWarps);
-        if (l == args.num_layers) {
-            args.logits[row] = sum;
-            return;
-        }
-        const unsigned short* bias = phase ? layer.out_bias : layer.qkv_bias;
-        if (bias) sum += bf16_value(bias[row]);
-        if (phase) {
-            float& x = at<float>(kOwn)[thread()];
-            sum = x = rounded(rounded(sum) + x);
-        }
-        store_relaxed_word((phase ? row_words(2) : qkv_words()) + row, tagged(bf16_bits(sum), tag));
-    }
-
-    __device__ __forceinline__ void consume() {
-        const int L = args.num_layers;
-        const Share own(division(1), block());
-        const int position = args.positions[0];
-        const unsigned epoch = __ldcg(args.epoch);
-        uint4 norm[kEights];
-        X x;
-        load_row(args.layers->input_norm, norm);
-        keep_layer(0);
-        begin(own, position);
-        sync_consumers();
-        const bool attends = plan_attend<DIM>(position, layer(0).window);
-        int turned = block();
-#pragma unroll 1
-        for (int l = 0;; ++l, turned = turn(turned)) {
-            const unsigned tag = (epoch + l + 1) & 0xffff;
-            if constexpr (!kHeadIsAlike)
-                if (l == L) return multiply_head(norm, epoch, tag);
-            keep_layer(l + 1);
-            if (l < L && attends) fetch_cached<DIM>(layer(l));
-            // 0: q, k and v, or the head, if it is as they are; 1: o; 2: gate
-#pragma unroll 1
-            for (int phase = 0; phase < 3; ++phase) {
-                const Share share(division(l == L ? 3 : phase),
-                                  phase == 1 || l == L ? block() : turned);
-                multiply(x, norm, l, phase, share, tag);
-                if (l == L) return end_step(epoch);
-                if (phase == 0 && attends) attend_head<DIM>(layer(l), tag);
-                if (phase < 2) continue;
-                finish_layer(x, l, share, turned, own, tag);
-            }
-        }
-    }
-
-    // The product of a phase. Its sums become what `use_sum` makes of them, or, those of the gate,
-    // stay where they are.
-    __device__ __forceinline__ void multiply(X& x, uint4 (&norm)[kEights], int l, int phase,
-                                             const Share& share, unsigned tag) {
-        const bool screens = FORM == kScreenedForm && phase == 2;
-        if constexpr (FORM == kScreenedForm)
-            if (screens) {
-                await_x(x, norm, l, phase, tag);
-                sync_consumers();
-                screen(layer(l), share.first, share.num);
-                // the map's units wait for what was there before them, which not all warps saw
-                if (mapped().num > 0) sync_consumers();
-            }
-        int num_units = screens ? 0 : share.num * kQuadUnits;
-        if (FORM != kDenseForm && phase == 2 && mapped().num > 0)
-            num_units += (1 + mapped().num) * kQuadUnits;
-        if constexpr (Weight::kRowScales)
-            if (FORM == kSparseForm && phase == 2) fetch_up_scales(layer(l), share);
-        Taken<Weight> taken = {};  // or it would be kept from phase to phase
-
-        // the first units are taken before x is there
-#pragma unroll 1
-        for (int i = -kTake; i < num_units; i += kTake) {
-            float parts[kTake] = {};
-            if (i >= 0)
-#pragma unroll
-                for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
-            if (i + kTake < num_units) take(taken, min(kTake, num_units - i - kTake));
-            if (i < 0) {
-                if (!screens) await_x(x, norm, l, phase, tag);
-                continue;
-            }
-            const int row = i * kUnitRows % kMostSums, num = min(kTake, num_units - i);
-            store_sums<Weight>(parts, num, sums() + row * kWarps);
-            if (row + kTake * kUnitRows < kMostSums && i + kTake < num_units) continue;
-            if (phase == 2) break;
-            sync_consumers();
-            if (thread() < row + num * kUnitRows)
-                use_sum(layer(l), l, phase, kQuad * share.first + i * kUnitRows - row + thread(),
-                        tag);
-            flip_sums();
-        }
-    }
-
-    // Behind the gates' sums: the layer's FFN, onto x, to all blocks.
-    __device__ __forceinline__ void finish_layer(const X& x, int l, const Share& share, int turned,
-                                                 const Share& own, unsigned tag) {
-        if (FORM == kSparseForm && Weight::kRowScales) wait_for_copies<0>();
-        if (FORM != kDenseForm) sync_consumers();
-        if constexpr (Weight::kRowScales) fetch_column_scale(layer(l), own);
-        if constexpr (FORM != kDenseForm)
-            // made anew: kept through the product it takes registers
-            ffn<FORM>(layer(l), Share(division(2), opaque(turned)), tag, args.counts + l);
-        else
-            ffn_dense(layer(l), share, x, tag, args.counts + l);
-        add_parts(layer(l), own, tag);
-    }
-
-    // The next step waits for the next tags.
-    __device__ __forceinline__ void end_step(unsigned epoch) const {
-        if (block() == 0 && thread() == 0) *args.epoch = epoch + args.num_layers;
-    }
-
-    // The head, whose weights are bf16, where the layers' are not.
-    __device__ __forceinline__ void multiply_head(uint4 (&norm)[kEights], unsigned epoch,
-                                                  unsigned tag) {
-        constexpr int kRows = Units<Bf16>::kRows, kRowsAtOnce = kTake * kRows;
-        const int L = args.num_layers;
-        const Share share(division(3), block());
-        const int num_units = share.num * Units<Bf16>::kQuadUnits;
-        Columns<Bf16> x;
-        await_x(x, norm, L, 0, tag);
-#pragma unroll 1
-        for (int i = 0; i < num_units; i += kTake) {
-            const int row = i * kRows % kMostSums, num = min(kTake, num_units - i);
-            Taken<Bf16> taken;
-            float parts[kTake];
-            take(taken, num);
-#pragma unroll
-            for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
-            store_sums<Bf16>(parts, num, sums() + row * kWarps);
-            if (row + kRowsAtOnce < kMostSums && i + kTake < num_units) continue;
-            sync_consumers();
-            if (thread() < row + num * kRows)
-                use_sum(layer(L), L, 0, kQuad * share.first + i * kRows - row + thread(), tag);
-            flip_sums();
-        }
-        end_step(epoch);
-    }
-
-    // The phase's x, normalised but for o; and the weights of the next norm are asked for.
-    template <class Kind>
-    __device__ __forceinline__ void await_x(Columns<Kind>& x, uint4 (&norm)[kEights], int l,
-                                            int phase, unsigned tag) {
-        const unsigned* from = row_words(phase);
-        const unsigned wanted = phase ? tag : (tag - 1) & 0xffff;
-        uint4 eights[kEights];
-#pragma unroll
-        for (int i = 0; i < kEights; ++i) {
-            if (!all_have(i)) eights[i] = make_uint4(0, 0, 0, 0);
-            if (has_eight(i))
-                eights[i] = l + phase > 0 ? await_eight(from + 8 * eight_of(i), wanted)
-                                          : at<uint4>(kSums)[eight_of(i)];
-        }
-        __syncwarp();
-        if (phase != 1) normalise_row(eights, norm);
-        if constexpr (FORM == kScreenedForm)
-            if (phase == 2) round_x(eights);
-        if (phase == 1) load_row(layer(l).ffn_norm, norm);
-        if (phase == 2)
-            load_row(l + 1 < args.num_layers ? layer(l + 1).input_norm : args.last_norm, norm);
-        deal(eights, x);
-    }
-
-    __device__ __forceinline__ void run() {
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < kUnits; ++i) {
-                barrier_init(full(i), 1);
-                barrier_init(empty(i), kWarps);
-            }
-            barrier_init(has_rows(), kWarps);
-            barrier_init_fence();
-        }
-        if (threadIdx.x < 5) {
-            // by quads of rows, or row blocks that are screened
-            constexpr int kRows = FORM == kScreenedForm ? kScreenRows : kQuad;
-            const int which = threadIdx.x, num_blocks = gridDim.x;
-            const int own = FORM == kDenseForm ? args.N : args.layers->num_own;
-            const int blocks = (own + kRows - 1) / kRows, shared = max(0, args.N - blocks * kRows);
-            const int all = which == 0   ? (args.H + 2 * args.Hkv) * DIM / kQuad
-                            : which == 1 ? K / kQuad
-                            : which == 2 ? blocks
-                            : which == 3 ? args.V / kQuad
-                                         : shared / kQuad;
-            at<Division>(kDivisions)[which] = {all / num_blocks, all % num_blocks};
-            if (which == 4) at<Division>(kDivisions)[5] = {blocks * kRows, shared};
-        }
-        __syncthreads();
-        if (threadIdx.x < kConsumers)
-            consume();
-        else if (threadIdx.x == kConsumers)
-            produce<FORM>();
-    }
-};
-
+using Ffn = Neurons;
 }  // namespace
 
-#define TWELL_STEP(name, DIM, FORM)                                                                \
-    extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)                               \
-        name(const Layer* layers, int num_layers, int N, int V, int H, int Hkv, const int* tokens, \
-             const int* positions, const int* tables, const unsigned short* embeddings,            \
-             const unsigned short* last_norm, const unsigned short* head,                          \
-             const unsigned short* cos, const unsigned short* sin, float eps, float scale,         \
-             unsigned* words, unsigned* epoch, int* counts, float* logits) {                       \
-        extern __shared__ __align__(1024) char memory[];                                           \
-        if (dynamic_smem_bytes() < Block::kBytes) __trap();                                        \
-        const Args args = {layers,    num_layers, N,          V,         H,      Hkv,   tokens,    \
-                           positions, tables,     embeddings, last_norm, head,   cos,   sin,       \
-                           eps,       scale,      words,      epoch,     counts, logits};          \
-        Step<DIM, FORM>(args, memory).run();                                                       \
-    }
-
-TWELL_ENTRIES(TWELL_STEP)
+#include "decode/step_layers.cuh"

@@ -21,14 +21,17 @@ constexpr bool kHeadIsAlike = Weight::kBits == Bf16::kBits;
 
 constexpr int kWarps = spec::STEP_WARPS, kConsumers = 32 * kWarps;  // one more asks for weights
 constexpr int kQuad = spec::STEP_QUAD;  // rows of a weight, the least that a block has
-// of a layer, what is asked for at once: 6 to 16 KB; and the scales of a quad's rows, beside them
-constexpr int kUnitRows = 4 * Weight::bytes(K) <= 16 * 1024 ? 4 : 2;
-constexpr int kUnitBytes = kUnitRows * Weight::bytes(K);
+// Where groups of a row share scales, those of a quad, bf16 [row][group], lie behind its rows.
+constexpr int kGroup = spec::STEP_GROUP;
+constexpr int kQuadBytes = kQuad * (Weight::bytes(K) + (Weight::kGroupScales ? K / kGroup * 2 : 0));
+// of a layer, what is asked for at once: 6 to 17 KB; and the scales of a quad's rows, beside them
+constexpr int kUnitRows = Weight::kGroupScales ? 8 : kQuadBytes <= 16 * 1024 ? 4 : 2;
+constexpr int kUnitBytes = (kQuadBytes * kUnitRows / kQuad + 127) / 128 * 128;  // of the ring
 constexpr int kScaleBytes = Weight::kRowScales ? 4 * kQuad : 0;
 constexpr int kUnits = spec::STEP_RING_KB * 1024 / kUnitBytes;  // of the ring
 // units on their way at a time, 32 KB or so; with more, all else would queue behind
 constexpr int kAhead = (spec::STEP_AHEAD_KB * 1024 + kUnitBytes / 2) / kUnitBytes;
-constexpr int kTake = 4;   // units that a warp has in registers
+constexpr int kTake = 4;   // units that a warp has in registers, but of codes of 4 bits
 constexpr int kEager = 4;  // units of the next layer that do not wait for the rows of this one
 
 // Of the gate's copy: row blocks by panels of 512 columns, of which a part, equal ones, is a unit.
@@ -50,8 +53,9 @@ static_assert(kScreenAhead > 0, "a ring of more than a unit for each warp");
 // How a kind of weights lies in a unit, and how the lanes of a warp share its slice of the rows. A
 // slice goes by groups of 64 bytes, two of which begin at a multiple of 128: so slices
 // of an odd number have one of their neighbour's, which is multiplied by 0.
-template <class Kind>
+template <class Kind, bool HAS_GROUPS = Kind::kGroupScales>
 struct Units {
+    static constexpr int kAtOnce = kTake;
     static constexpr int kRowBytes = Kind::bytes(K);
     static constexpr int kRows = kUnitBytes / kRowBytes;  // of a unit
     static constexpr int kQuadUnits = kQuad / kRows;
@@ -61,11 +65,19 @@ struct Units {
     static constexpr int kChunks = (kRows * kGroups + 7) / 8;  // of 16 bytes, of a unit, of a lane
     static constexpr int kXBytes = Kind::kEights * 64 * kGroups;  // of x, beside the slice
 };
+// Of codes of 4 bits: see step_codes.cuh.
+template <class Kind>
+struct Units<Kind, true> {
+    static constexpr int kAtOnce = 2, kRows = kUnitRows;
+    static constexpr int kXBytes = K / kWarps * 2;
+    static constexpr bool kIsOdd = false;
+};
 using Layers = Units<Weight>;
-constexpr int kQuadUnits = Layers::kQuadUnits;
-constexpr int kMostRows = spec::STEP_MOST_ROWS;                // neurons of a block
-constexpr int kMostSums = kMostRows + spec::STEP_MOST_MAPPED;  // rows that are put together at once
-static_assert(kMostSums % (kTake * kUnitRows) == 0, "all of them, or the last ones, are through");
+constexpr int kTakenRows = Layers::kAtOnce * kUnitRows;
+constexpr int kMostRows = spec::STEP_MOST_ROWS;  // neurons of a block
+// rows that are put together at once; a unit of two quads may be half empty
+constexpr int kMapRows = spec::STEP_MOST_MAPPED + (kUnitRows > kQuad ? kUnitRows : 0);
+constexpr int kMostSums = (kMostRows + kMapRows + kTakenRows - 1) / kTakenRows * kTakenRows;
 // row blocks of the gate's copy that a warp has: each has its units in the ring at once
 constexpr int kWarpBlocks = (kMostRows + kScreenRows * kWarps - 1) / (kScreenRows * kWarps);
 constexpr int kSliceEights = K / kWarps / 8;       // of a row of K, of a warp
@@ -83,6 +95,7 @@ struct Args {
     const int *tokens, *positions, *tables;
     const unsigned short *embeddings, *last_norm, *head, *cos, *sin;
     float eps, scale;
+    int is_silu;
     unsigned *words, *epoch;
     int* counts;
     float* logits;
@@ -123,7 +136,6 @@ struct Columns<Kind, true> {
     Column of[Kind::kEights * Units<Kind>::kChunks];
     float back;
 };
-using X = Columns<Weight>;
 
 // A lane's part of a unit.
 template <class Kind>
@@ -169,13 +181,13 @@ __device__ __forceinline__ float2 await_floats(const uint4* from, unsigned tag) 
 struct Block {
     // shared memory, bytes from its first one
     static constexpr int kRing = 0;
-    static constexpr int kSums = kRing + kUnits * kUnitBytes;          // [2][row][warp]
-    static constexpr int kDealt = kSums + 2 * kMostSums * kWarps * 4;  // x
-    static constexpr int kNorms = kDealt + kWarps * Layers::kXBytes;   // [2][warp]
-    static constexpr int kBacks = kNorms + 2 * kWarps * 4;             // of x in f16, [warp]
-    static constexpr int kOwn = kBacks + kWarps * 4;                   // of x, the residual
-    static constexpr int kTurn = kOwn + kOwnQuads * kQuad * 4;         // cos, sin
-    static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;           // those about this one
+    static constexpr int kSums = kRing + kUnits * kUnitBytes;  // [2][row][warp]
+    static constexpr int kDealt = (kSums + 2 * kMostSums * kWarps * 4 + 255) / 256 * 256;  // x
+    static constexpr int kNorms = kDealt + kWarps * Layers::kXBytes;  // [2][warp]
+    static constexpr int kBacks = kNorms + 2 * kWarps * 4;            // of x in f16, [warp]
+    static constexpr int kOwn = kBacks + kWarps * 4;                  // of x, the residual
+    static constexpr int kTurn = kOwn + kOwnQuads * kQuad * 4;        // cos, sin
+    static constexpr int kLayers = kTurn + 2 * 2 * kMostDim;          // those about this one
     static constexpr int kAttends = kLayers + kLayersKept * sizeof(Layer);
     static constexpr int kDivisions =
         kAttends + kWarps * sizeof(Attend);                            // qkv, o, gate, head, map
@@ -194,7 +206,12 @@ struct Block {
     // see Screened::round_x
     static constexpr int kBytesOfX = kMasks + kMostRows / kScreenRows * 4;
     static constexpr int kGroupsOfX = kBytesOfX + K;
-    static constexpr int kListEnd = kGroupsOfX + K / 32 * 8;
+    static constexpr int kPlanes = kBytesOfX;  // see Codes
+    // of groups of neurons, the scales of down's columns: [group][K] bf16, apart by some bytes
+    static constexpr int kMostGroups = (kMostRows - kQuad + kGroup - 1) / kGroup + 1 + 2;
+    static constexpr int kDownScales = kGroupsOfX + K / 32 * 8, kDownScaleBytes = 2 * K + 32;
+    static constexpr int kListEnd =
+        kDownScales + (Weight::kGroupScales ? kMostGroups * kDownScaleBytes : 0);
     static constexpr int kAttendEnd = kAttend + (2 * kMostDim + kWarps * (kMostDim + 2)) * 4;
     static constexpr unsigned kBytes = kAttendEnd > kListEnd ? kAttendEnd : kListEnd;
     static_assert(kBytes <= 227 * 1024, "what a block may ask for on Hopper");
@@ -264,8 +281,16 @@ struct Block {
                                                      : turned;
     }
 
-    // Eight `i` of the thread, of a row of K: those whose weights its warp multiplies.
-    __device__ __forceinline__ int eight_of(int i) const {
+    // Of so many quads of rows, the units.
+    __device__ __forceinline__ static constexpr int units_of(int quads) {
+        return kUnitRows > kQuad ? (quads + 1) / 2 : quads * (kQuad / kUnitRows);
+    }
+
+    // Eight `i` of the thread, of a row of K: those whose weights its warp multiplies. Of codes of
+    // 4 bits every eighth block of 64 columns is one warp's.
+    __device__ __forceinline__ int eight_of(int i, bool of_head = false) const {
+        if (Weight::kGroupScales && !of_head)
+            return i * 256 + thread() % 32 / 8 * 64 + thread() / 32 * 8 + thread() % 8;
         return thread() / 32 * kSliceEights + i * 32 + thread() % 32;
     }
 
@@ -278,12 +303,12 @@ struct Block {
         return all_have(i) || 32 * i + thread() % 32 < kSliceEights;
     }
 
-    __device__ __forceinline__ void load_row(const unsigned short* row,
-                                             uint4 (&eights)[kEights]) const {
+    __device__ __forceinline__ void load_row(const unsigned short* row, uint4 (&eights)[kEights],
+                                             bool of_head = false) const {
 #pragma unroll
         for (int i = 0; i < kEights; ++i) {
-            if (!all_have(i)) eights[i] = make_uint4(0, 0, 0, 0);
-            load_streamed_if(has_eight(i), row + 8 * eight_of(i), eights[i]);
+            if (!all_have(i) || Weight::kGroupScales) eights[i] = make_uint4(0, 0, 0, 0);
+            load_streamed_if(has_eight(i), row + 8 * eight_of(i, of_head), eights[i]);
         }
     }
 

@@ -66,15 +66,20 @@ struct Products : Block {
     struct Matrix {
         const void* weight;
         Share share;
-        int quad_units, unit_bytes;
+        int quad_bytes, unit_bytes;
         const float* scales;  // of the share's first row, or null
         int num_units;
         bool screens;
         bool waits;  // but for the first units, for the rows that fired in the layer before
 
         __device__ __forceinline__ const char* unit(int quad) const {
-            return static_cast<const char*>(weight) +
-                   static_cast<long long>(quad) * (quad_units * unit_bytes);
+            return static_cast<const char*>(weight) + static_cast<long long>(quad) * quad_bytes;
+        }
+
+        // Bytes of unit `i`: of the last one perhaps half of them.
+        __device__ __forceinline__ unsigned bytes_of(int i) const {
+            if (!Weight::kGroupScales) return unit_bytes;
+            return min(unit_bytes, share.num * quad_bytes - i * unit_bytes);
         }
     };
 
@@ -99,17 +104,23 @@ struct Products : Block {
             if (kind == kGate) share = {0, min(share.num, 1)};
             share.first += first_shared() / kQuad;
         }
-        const int quad_units = screens   ? kScreenParts
-                               : is_head ? Units<Bf16>::kQuadUnits
-                                         : kQuadUnits;
-        const int unit_bytes = screens ? kScreenBytes : kUnitBytes;
+        // a codes' row of down has its scales elsewhere
+        const int of_weight = kind == kDown ? kQuad * Weight::bytes(K) : kQuadBytes;
+        const int quad_bytes = screens   ? kScreenParts * kScreenBytes
+                               : is_head ? kQuad * Bf16::bytes(K)
+                                         : of_weight;
+        const int unit_bytes = screens   ? kScreenBytes
+                               : is_head ? Units<Bf16>::kRows * Bf16::bytes(K)
+                                         : of_weight * kUnitRows / kQuad;
+        const int num_units = screens   ? share.num * kScreenParts
+                              : is_head ? share.num * Units<Bf16>::kQuadUnits
+                                        : units_of(share.num);
         const float* scales = nullptr;
         if constexpr (Weight::kRowScales)
             if (!is_head && kind < kDown) scales = layer->scales_of(kind) + kQuad * share.first;
         // what nobody waits for yet would stand before those rows
         const bool waits = FORM != kDenseForm && l > 0 && (kind == kQkv || is_head);
-        return {weight,  share, quad_units, unit_bytes, scales, share.num * quad_units,
-                screens, waits};
+        return {weight, share, quad_bytes, unit_bytes, scales, num_units, screens, waits};
     }
 
     // What was asked for: units that are on their way (those before them are not looked at), the
@@ -141,8 +152,9 @@ struct Products : Block {
             }
             barrier_wait(empty(asked.to), asked.refill);
             await_landed<FORM>(asked, matrix.screens);
-            barrier_expect_bytes(full(asked.to), unit_bytes + (scales ? kScaleBytes : 0));
-            copy_bulk(memory + kRing + asked.to * kUnitBytes, from, unit_bytes, full(asked.to),
+            const unsigned num_bytes = matrix.bytes_of(i);
+            barrier_expect_bytes(full(asked.to), num_bytes + (scales ? kScaleBytes : 0));
+            copy_bulk(memory + kRing + asked.to * kUnitBytes, from, num_bytes, full(asked.to),
                       policy);
             if constexpr (Weight::kRowScales)
                 if (scales) {
@@ -360,6 +372,14 @@ struct Products : Block {
         const float part = part_of_sum<Kind>(taken.units[j], x);
         if constexpr (Kind::kRowScales) return part * taken.scales[j];
         return part;
+    }
+
+    template <class Kind>
+    __device__ __forceinline__ static void multiply_taken(float (&parts)[kTake],
+                                                          const Taken<Kind>& taken,
+                                                          const Columns<Kind>& x) {
+#pragma unroll
+        for (int j = 0; j < kTake; ++j) parts[j] = scaled_part(taken, j, x);
     }
 
     // The warp's parts of `num` units' rows, to [row][warp].

@@ -8,7 +8,7 @@
 // Onto y: each warp has its slice of all rows, some rows on their way.
 #pragma once
 
-#include "decode/step_attend.cuh"
+#include "decode/step_fired.cuh"
 #include "ptx/barriers.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
@@ -16,8 +16,8 @@
 
 namespace {
 
-struct Rows : Attention {
-    using Attention::Attention;
+struct Rows : Fired {
+    using Fired::Fired;
     static constexpr int kRowBytes = Layers::kRowBytes, kEightBytes = Weight::bytes(8);
     static constexpr int kChunks = kRowBytes / 256;           // of 16 bytes, of a lane, of two rows
     static constexpr int kMostFlight = 16 / Weight::kEights;  // as there are registers

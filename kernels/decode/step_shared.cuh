@@ -37,16 +37,23 @@ struct LayerOf {
 };
 // In which order weights are read; up and down as a whole in the dense form.
 constexpr int kQkv = 0, kOut = 1, kGate = 2, kUp = 3, kDown = 4;
-// With the scales by that order, if there are any: of rows, but of columns of down.
-template <class Kind, bool HAS_SCALES = Kind::kRowScales>
+// With the scales by that order, if there are any: of rows, but of columns of down. Where groups
+// share scales, those of down alone: bf16 [group of neurons][K].
+template <class Kind, bool HAS_SCALES = Kind::kRowScales, bool HAS_GROUPS = Kind::kGroupScales>
 struct ScaledLayer : LayerOf<Kind> {
     __device__ __forceinline__ const float* scales_of(int) const { return nullptr; }
 };
 template <class Kind>
-struct ScaledLayer<Kind, true> : LayerOf<Kind> {
+struct ScaledLayer<Kind, true, false> : LayerOf<Kind> {
     const float* scales[5];
 
     __device__ __forceinline__ const float* scales_of(int weight) const { return scales[weight]; }
+};
+template <class Kind>
+struct ScaledLayer<Kind, false, true> : LayerOf<Kind> {
+    const unsigned short* down_scales;
+
+    __device__ __forceinline__ const float* scales_of(int) const { return nullptr; }
 };
 // How the FFN goes: over all neurons, over what fires, the same by screened gates.
 constexpr int kDenseForm = 0, kSparseForm = 1, kScreenedForm = 2;

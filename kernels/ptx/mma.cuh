@@ -58,3 +58,25 @@ __device__ __forceinline__ void multiply_add_upper(float (&sums)[4], unsigned a0
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a0), "r"(a2), "r"(b0), "r"(b1));
 }
+
+// The same of bytes with a sign, of whole numbers: sums [16, 8] += a [16, 32] b [32, 8]. A lane
+// holds four to a register:
+//   a   (row g, columns 4t ..), (row g + 8, 4t ..), (row g, 4t + 16 ..), (row g + 8, 4t + 16 ..)
+//   b   (rows 4t .., column g), (rows 4t + 16 .., column g)
+__device__ __forceinline__ void multiply_add_bytes(int (&sums)[4], unsigned a0, unsigned a1,
+                                                   unsigned a2, unsigned a3, unsigned b0,
+                                                   unsigned b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Its first half: a [16, 16] b [16, 8], of a and b the registers that have columns and rows 4t ..
+__device__ __forceinline__ void multiply_add_few_bytes(int (&sums)[4], unsigned a0, unsigned a1,
+                                                       unsigned b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}

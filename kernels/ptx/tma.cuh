@@ -47,7 +47,7 @@ __device__ __forceinline__ void copy_bulk(unsigned smem_to, const void* from, un
         : "memory");
 }
 
-// Into registers, past L1: 16 bytes, or 8, or what was there.
+// Into registers, past L1: 16 bytes, 8 or 4, or what was there.
 __device__ __forceinline__ void load_passing_if(bool wanted, const void* from, uint4& v,
                                                 unsigned long long policy) {
     asm volatile(
@@ -63,5 +63,14 @@ __device__ __forceinline__ void load_passing_if(bool wanted, const void* from, u
         "{.reg .pred p; setp.ne.u32 p, %3, 0;"
         " @p ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %4;}"
         : "+r"(v.x), "+r"(v.y)
+        : "l"(from), "r"(static_cast<unsigned>(wanted)), "l"(policy));
+}
+
+__device__ __forceinline__ void load_passing_if(bool wanted, const void* from, unsigned& v,
+                                                unsigned long long policy) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.u32 p, %2, 0;"
+        " @p ld.global.nc.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %3;}"
+        : "+r"(v)
         : "l"(from), "r"(static_cast<unsigned>(wanted)), "l"(policy));
 }

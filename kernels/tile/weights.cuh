@@ -10,6 +10,8 @@
 //     kRowScales      whether each row has a scale, fp32: `scaled` multiplies the sum of a row by
 //                     it, before a bias is added. Of W_down by rows of neurons there is one for
 //                     each column of y instead, which multiplies the sum over neurons
+//     kGroupScales    whether groups of weights along a row share scales, as in int4. Such a kind
+//                     has none of what follows
 //     as_bf16         eight of the weights in 16 bytes, number `part`, as operands of the mma
 //     as_f16          the same, if kInF16
 //     pair            of two units of 16 bits, which are a word, weight `i` of each, as bf16
@@ -29,6 +31,7 @@
 // What follows from the bits of a weight.
 template <int BITS, class MEMORY>
 struct OfBits {
+    static constexpr bool kGroupScales = false;
     using Memory = MEMORY;
     static constexpr int kBits = BITS;
     static constexpr int kEach = 128 / BITS;   // weights in 16 bytes
@@ -107,6 +110,12 @@ struct E4m3 : OfBits<8, unsigned char> {
     __device__ __forceinline__ static void unpack_eight(const uint2& eight, float (&values)[8]) {
         unpack_f16(e4m3_as_f16(eight.x, eight.y), values);
     }
+};
+
+// ---- int4: codes of -8 to 7, of which `step` alone has products (tile/nibbles.cuh)
+
+struct Int4 : OfBits<4, unsigned char> {
+    static constexpr bool kInF16 = false, kRowScales = false, kGroupScales = true;
 };
 
 // ---- of each kind

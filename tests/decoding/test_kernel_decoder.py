@@ -12,6 +12,7 @@ from played_kernels import H200, SIZES, TWELL, Kernels, stand_in
 from torch import nn
 from transformers import PreTrainedModel
 
+from twellctl.bench.random_model import round_to_int4
 from twellctl.decoding import kernel_fit as module
 from twellctl.decoding.attention import MOST_QUERIES, plan_attend
 from twellctl.decoding.engine import Sampling
@@ -407,6 +408,38 @@ def test_a_step_is_one_kernel_where_model_and_gpu_are_such(tiny, monkeypatch):
     monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: False)
     takes.lm_head.bias = None
     assert "for Hopper" in module.why_not_one_kernel(takes)
+
+
+WIDE = {"hidden_size": 1536, "head_dim": 128, "num_attention_heads": 12, "vocab_size": 512}
+WIDE |= {"intermediate_size": 256, "num_hidden_layers": 1, "attention_bias": True}
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_step_over_the_codes_that_a_model_keeps(tiny, kernels, sparse):
+    model = tiny("llama", **WIDE).bfloat16()
+    round_to_int4(model)
+    decoder = attached(KernelDecoder(model, sparse, gates="screened"), 3)
+    assert decoder.step_kind == "int4"
+    assert decoder.screens is None
+    entries = {"step_1536_128_int4", "step_1536_128_dense_int4"}
+    assert {*kernels.prepared} == (entries if sparse else {"step_1536_128_dense_int4"})
+    (layer,) = decoder._in_int4
+    assert layer.qkv.bias is decoder._layers[0].qkv.bias
+    names = {"one kernel", "one dense kernel"} if sparse else {"one dense kernel"}
+    assert names <= decoder.ways(1).keys()
+    assert not names & decoder.ways(2).keys()
+    stable = attached(KernelDecoder(model, sparse, stable=True), 3)
+    assert (stable._in_int4, stable.step_kind) == (None, "bf16")
+
+
+def test_a_model_with_silu_goes_densely_in_one_kernel(tiny):
+    model = tiny("llama", **WIDE, hidden_act="silu").bfloat16()
+    assert module.why_not_one_kernel(model) is None
+    assert "gates of ReLU" in module.why_not_screened(model)
+    decoder = attached(KernelDecoder(model), 3)
+    assert decoder.step_kind == "bf16"
+    assert decoder.ways(1).keys() == {"one dense kernel", "dense"}
+    assert "ReLU or SiLU" in module.why_not_one_kernel(tiny("llama", **WIDE, hidden_act="gelu"))
 
 
 def test_what_the_kernels_do_not_stably(tiny, monkeypatch):

@@ -257,4 +257,18 @@ void multiply_add_f16(float* sums, const uint64_t (&own)[6]) {
     multiply_add_as<f16_value>(sums, own);
 }
 
+// a0 to a3, b0, b1, four bytes each.
+void multiply_add_bytes(int* sums, const uint64_t (&own)[6]) {
+    const Lanes& all = exchange(own, 6);
+    for (int t = 0; t < 4; ++t)
+        for (int i = 0; i < 4; ++i) {
+            const auto& a = all[lane() / 4 * 4 + t];
+            const auto& b = all[(lane() % 4 * 2 + i % 2) * 4 + t];
+            for (int bits = 0; bits < 32; bits += 8) {
+                const auto byte = [&](uint64_t word) { return static_cast<int8_t>(word >> bits); };
+                sums[i] += byte(a[i / 2]) * byte(b[4]) + byte(a[2 + i / 2]) * byte(b[5]);
+            }
+        }
+}
+
 }  // namespace emulator

@@ -8,6 +8,7 @@ from attached import attached
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from twellctl.bench.decode_runs import timed_run
+from twellctl.bench.random_model import round_to_int4
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.few_ways import OWN_PRODUCTS
@@ -228,19 +229,34 @@ def check_forms(found: dict, wanted: torch.Tensor, *, counted: bool) -> None:
             assert (counts - fired).abs().sum() <= 0.02 * fired.sum() + 2, name
 
 
-@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def check_a_row_alone(judge, decoder, *, counted: bool) -> None:
+    """Each form of a step of `decoder` is as near to the judge as the kernels one by one."""
+    for length in (1, 5, 64, 130, 700, 2000):
+        ids = torch.randint(1, 1000, (1, length + 1), device="cuda")
+        table = torch.randperm(34, device="cuda").int()[None] + 1
+        positions = torch.arange(length + 1, device="cuda").int()
+        with torch.inference_mode():
+            decoder.run(ids[:, :-1], positions[None, :-1], table, last=0)
+            inputs = ids[:, -1:].int(), positions[None, -1:], table
+            found = twice_each(decoder.ways(1), inputs)
+            wanted = judge(ids).logits[0, -1:]
+        check_forms(found, wanted, counted=counted)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
 @pytest.mark.parametrize("family", ONE_KERNEL)
 def test_a_row_alone(family, sparse, weights):
-    """Each form of a step is as near to the model in float64 as the kernels one by one."""
-    if weights == "fp8" and family == "heads of 256":
+    if weights != "bf16" and family == "heads of 256":
         pytest.skip("takes one kernel in bf16 alone")
     if weights == "fp8":
         model = make_for_one_kernel(family, 1408)
         round_model(model, SCHEMES["fp8"])
         judge = dequantised(model)
     else:
-        model = make_for_one_kernel(family)
+        model = make_for_one_kernel(family, 1408 if weights == "int4" else 1416)
+        if weights == "int4":
+            round_to_int4(model)
         judge = copy.deepcopy(model).double()
     assert KernelDecoder.why_not(model) is None
     assert why_not_one_kernel(model) is None
@@ -250,16 +266,21 @@ def test_a_row_alone(family, sparse, weights):
     wanted |= {"one kernel", "union"} if sparse else set()
     wanted |= {"one screened kernel"} if sparse and weights == "bf16" else set()
     assert forms.keys() == wanted
-    for length in (1, 5, 64, 130, 700, 2000):
-        ids = torch.randint(1, 1000, (1, length + 1), device="cuda")
-        table = torch.randperm(34, device="cuda").int()[None] + 1
-        positions = torch.arange(length + 1, device="cuda").int()
-        with torch.inference_mode():
-            decoder.run(ids[:, :-1], positions[None, :-1], table, last=0)
-            inputs = ids[:, -1:].int(), positions[None, -1:], table
-            found = twice_each(forms, inputs)
-            wanted = judge(ids).logits[0, -1:]
-        check_forms(found, wanted, counted=sparse)
+    assert decoder.step_kind == ("e4m3" if weights == "fp8" else weights)
+    check_a_row_alone(judge, decoder, counted=sparse)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize("family", ["llama", "1536"])
+def test_a_row_alone_with_silu(family, weights):
+    settings = {"hidden_size": 2048, "initializer_range": 0.03, "intermediate_size": 1408}
+    model = make(family, settings | ONE_KERNEL[family] | {"hidden_act": "silu"})
+    if weights == "int4":
+        round_to_int4(model)
+    decoder = attached(KernelDecoder(model), 35)
+    assert decoder.ways(1).keys() == {"one dense kernel", "dense"}
+    assert decoder.step_kind == weights
+    check_a_row_alone(copy.deepcopy(model).double(), decoder, counted=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "1536", "3584", "4096"])

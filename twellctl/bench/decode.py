@@ -22,6 +22,7 @@ from twellctl.bench.subject import Subject, is_in_fp8, open_subject
 from twellctl.bundle.twell_config import TILE, mapped_neurons
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.engine import SCREENED
+from twellctl.decoding.kernel_decoder import ONE_KERNEL
 from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
 from twellctl.models.loading import fingerprint
@@ -63,6 +64,13 @@ def _opened(
     measured = count_layers(benched.model, counted, TILE)
     for ffn, layer in zip(gated_ffns(benched), measured, strict=True):
         ffn.twell_density = layer.density  # as a profile would tell it
+    if mapped := settings.map_rank:  # as a fit tells it
+        N = benched.config.intermediate_size
+        densities = [(layer.density * N - mapped) / (N - mapped) for layer in measured]
+        slots = [layer.slots for layer in measured]
+        of_map = {"tile": TILE, "slots": slots, "densities": densities, "map_neurons": mapped}
+        for model in {id(m): m for m in (benched, subject.models.bf16)}.values():
+            model.config.twell = of_map
     return subject
 
 
@@ -154,7 +162,8 @@ class _Run:
             gate = screened_gate(opened.screens.candidates, judged.density, judged.union)
         unions = judged.unions if form.kind == TWELL else None
         position = settings.length - settings.timed_steps // 2
-        floor = step_bytes(opened.model, unions, batch, gate)
+        in_int4 = opened.step_kind == "int4" and way in ONE_KERNEL
+        floor = step_bytes(opened.model, unions, batch, gate, in_int4=in_int4)
         floor += batch * position * opened.cache_bytes
         return DecodeForm(
             form.name,

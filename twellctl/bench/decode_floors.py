@@ -14,7 +14,7 @@ COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 BANDWIDTH_SAMPLES = 5
 
 
-def ffn_bytes(K: int, N: int, itemsize: int, union: float = 1.0, gate: float = 1.0) -> int:
+def ffn_bytes(K: int, N: int, itemsize: float, union: float = 1.0, gate: float = 1.0) -> int:
     """Bytes of weights that must be read: of the gate, and `union` of the rows of up and down.
 
     `union` is the share of the neurons that fire for some token of the call; dense forms read all.
@@ -35,7 +35,12 @@ def screened_gate(candidates: float, density: float, union: float) -> float:
 
 
 def step_bytes(
-    model: nn.Module, unions: tuple[float, ...] | None, rows: int, gate: float = 1.0
+    model: nn.Module,
+    unions: tuple[float, ...] | None,
+    rows: int,
+    gate: float = 1.0,
+    *,
+    in_int4: bool = False,
 ) -> int:
     """Bytes of weights that a step of `rows` rows must read.
 
@@ -43,10 +48,14 @@ def step_bytes(
     of up and down those of the neurons that fire (`unions` by layer; None: all), `gate` as in
     `ffn_bytes`. Those of a map (twell_config.py), which `unions` do not count, fire always, and
     have one gate where gates are screened. The cache comes on top. What a step writes or keeps
-    between kernels is next to nothing.
+    between kernels is next to nothing. `in_int4`: codes and scales are read, of layers that keep
+    them, and a map's gate once.
     """
     mapped = mapped_neurons(model.config)
     total = sum(parameter.nbytes for parameter in model.parameters())
+    if in_int4:
+        kept = [m for m in model.modules() if isinstance(m, nn.Linear) and hasattr(m, "packed")]
+        total += sum(_int4_bytes(linear) - linear.weight.nbytes for linear in kept)
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if embeddings is not head:
         total -= (len(embeddings) - rows) * embeddings[0].nbytes
@@ -54,9 +63,15 @@ def step_bytes(
     for ffn, union in zip(ffns, unions or (1.0,) * len(ffns), strict=True):
         down = ffn.down_proj.weight
         K, N = down.shape
-        total += ffn_bytes(K, N - mapped, down.itemsize, union, gate) - 3 * down.nbytes
-        total += ffn_bytes(K, mapped, down.itemsize, gate=float(gate == 1.0))
+        size = _int4_bytes(ffn.down_proj) / down.numel() if in_int4 else down.itemsize
+        total += ffn_bytes(K, N - mapped, size, union, gate) - round(3 * N * K * size)
+        total += ffn_bytes(K, mapped, size, gate=float(gate == 1.0 and not in_int4))
     return total
+
+
+def _int4_bytes(linear: nn.Module) -> int:
+    """Of the codes and scales of a layer that keeps them."""
+    return linear.packed.nbytes + linear.packed_scale.nbytes
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -22,6 +22,7 @@ from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.subject import Precisions
 from twellctl.bundle.twell_choice import WayPlan
 from twellctl.bundle.twell_config import mapped_neurons
+from twellctl.bundle.twell_int4 import keep_packed
 from twellctl.bundle.twell_model import gate_and_up, gated_ffns
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.decoder import Decoder, buckets
@@ -85,6 +86,7 @@ class OpenForm:
     cache_bytes: int  # of one token, in all layers
     plan: WayPlan | None = None  # of its steps; None of decoders without kernels
     screens: Screens | None = None
+    step_kind: str = "bf16"  # of the weights that steps in one kernel read
 
     def way(self, rows: int) -> str | None:
         """That steps of so many rows go; None without a plan."""
@@ -117,6 +119,7 @@ class ModelForm:
             cache_bytes=page_bytes(scheduler.decoder.shapes) // PAGE,
             plan=getattr(scheduler.decoder, "plan", None),
             screens=getattr(scheduler.decoder, "screens", None),
+            step_kind=getattr(scheduler.decoder, "step_kind", "bf16"),
         )
 
 
@@ -151,23 +154,39 @@ def without_map(model: PreTrainedModel) -> PreTrainedModel:
     for ffn in gated_ffns(cut):
         projections = gate_and_up(ffn)
         for linear in projections:
-            packed = len(projections) == 1
-            linear.weight = _without_last(linear.weight, mapped, packed)
+            fused = len(projections) == 1
+            linear.weight = _without_last(linear.weight, mapped, fused)
+            _cut_kept(linear, partial(_without_last, num=mapped, fused=fused))
             if linear.bias is not None:
-                linear.bias = _without_last(linear.bias, mapped, packed)
+                linear.bias = _without_last(linear.bias, mapped, fused)
             linear.out_features = len(linear.weight)
         down = ffn.down_proj
         down.weight = nn.Parameter(down.weight.data[:, :-mapped].contiguous(), requires_grad=False)
         down.in_features -= mapped
+        _cut_kept(down, partial(_first_columns, num=down.in_features, of=down.in_features + mapped))
     cut.config.intermediate_size -= mapped
     del cut.config.twell["map_neurons"]
     return cut
 
 
-def _without_last(parameter: Tensor, num: int, packed: bool) -> nn.Parameter:
-    """Without the last `num` rows, or those of each half where it is `packed`."""
-    parts = [part[:-num] for part in parameter.data.chunk(2 if packed else 1)]
-    return nn.Parameter(torch.cat(parts) if packed else parts[0], requires_grad=False)
+def _cut_kept(linear: nn.Linear, cut: Callable[[Tensor], Tensor]) -> None:
+    """Cut the codes and scales of a layer that keeps them (twell_int4.py)."""
+    if hasattr(linear, "packed"):
+        codes, scales = (
+            cut(part).data.contiguous() for part in (linear.packed, linear.packed_scale)
+        )
+        keep_packed(linear, codes, scales)
+
+
+def _first_columns(part: Tensor, num: int, of: int) -> Tensor:
+    """Of numbers that stand for `of` columns together, those of the first `num`."""
+    return part[:, : part.shape[1] * num // of]
+
+
+def _without_last(parameter: Tensor, num: int, fused: bool) -> nn.Parameter:
+    """Without the last `num` rows, or those of each half where it is `fused`."""
+    parts = [part[:-num] for part in parameter.data.chunk(2 if fused else 1)]
+    return nn.Parameter(torch.cat(parts) if fused else parts[0], requires_grad=False)
 
 
 def _in_fp8(models: Precisions) -> PreTrainedModel:

@@ -21,9 +21,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from twellctl.bench.settings import LLAMA_LAYERS
+from twellctl.bundle.twell_int4 import expand, keep_packed, pack
 from twellctl.bundle.twell_model import gated_ffns, weights_of_gate_and_up
+from twellctl.bundle.twell_spec import step_group
 from twellctl.bundle.twell_synthetic import BIAS_STD, FULL
 from twellctl.errors import TwellError
+from twellctl.fitting.grid import Grid
 from twellctl.models.checkpoint import open_config_file
 from twellctl.models.checks import refuse_quantised, refuse_unsupported
 from twellctl.models.loading import quiet_transformers, without_weights
@@ -104,11 +107,12 @@ class Shape:
         )
 
 
-def open_shape(config: str | None, layers: int | None, *, context: int) -> Shape:
+def open_shape(config: str | None, layers: int | None, *, context: int, mapped: int = 0) -> Shape:
     """The shape that the config.json `config` describes, a file or a folder with one; as ReLU.
 
     None is a Llama of 1.5B. `layers` are taken in the place of the config's. The model's context is
-    cut to `context` tokens, which tables and caches are made for. `TwellError` names what is wrong.
+    cut to `context` tokens, which tables and caches are made for. Its FFNs have `mapped` neurons
+    more. `TwellError` names what is wrong.
     """
     name = "random Llama"
     given: dict[str, Any] = BUILT_IN
@@ -122,6 +126,8 @@ def open_shape(config: str | None, layers: int | None, *, context: int) -> Shape
         given["num_hidden_layers"] = layers
         if given.get("layer_types"):
             given["layer_types"] = given["layer_types"][:layers]
+    if mapped:
+        given["intermediate_size"] += mapped
     complete, model = without_weights(name, given)
     complete["max_position_embeddings"] = min(complete["max_position_embeddings"], context)
     for weight in (n for n, p in model.named_parameters() if p.dim() > 1):
@@ -139,10 +145,11 @@ def open_shape(config: str | None, layers: int | None, *, context: int) -> Shape
 
 @torch.no_grad()
 def make_model(
-    shape: Shape, density: float, *, dtype: torch.dtype, generator: torch.Generator
+    shape: Shape, density: float, *, dtype: torch.dtype, generator: torch.Generator, mapped: int = 0
 ) -> PreTrainedModel:
     """The stock model of that shape on the generator's device, drawn there, in eval mode.
 
+    The last `mapped` neurons of each FFN share a gate, and always fire.
     Its likeliest token depends on all that came before as a hash does, so a text does not loop.
     """
     config = AutoConfig.for_model(**shape.config)
@@ -165,8 +172,23 @@ def make_model(
         generator=generator,
         device=generator.device,
     )
-    _set_gates(model, ids, density)
+    _set_gates(model, ids, density, mapped)
     return model
+
+
+@torch.no_grad()
+def round_to_int4(model: PreTrainedModel) -> None:
+    """Round the linear layers of the decoder layers to the nearest, in groups of the size that
+    `convert --bits 4` takes."""
+    linears = [m for m in model.model.modules() if type(m) is nn.Linear]
+    group_size = step_group(model.config.hidden_size)
+    while any(linear.in_features % group_size for linear in linears):
+        group_size //= 2
+    grid = Grid(group_size, model.dtype)
+    for linear in linears:
+        rounded = grid.nearest(linear.weight.float())
+        linear.weight.copy_(expand(rounded.codes, rounded.scales))
+        keep_packed(linear, pack(rounded.codes), rounded.scales)
 
 
 def _stds(model: PreTrainedModel, density: float) -> dict[str, float]:
@@ -210,8 +232,9 @@ def _keep_channels(model: PreTrainedModel) -> None:
                 linear.bias[:num] = 0
 
 
-def _set_gates(model: PreTrainedModel, ids: Tensor, density: float) -> None:
-    """Let each neuron fire for `density` of the tokens `ids` `[B, S]`, the first layer first."""
+def _set_gates(model: PreTrainedModel, ids: Tensor, density: float, mapped: int) -> None:
+    """Let each neuron fire for `density` of the tokens `ids` `[B, S]`, the first layer first, and
+    the last `mapped` for all of them."""
 
     def set_gate(ffn: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x, of_gate = inputs[0].flatten(0, -2), weights_of_gate_and_up(ffn)[0]
@@ -227,6 +250,11 @@ def _set_gates(model: PreTrainedModel, ids: Tensor, density: float) -> None:
         # what they must be for a gate to be 0
         needed = -gate / x[:, : columns.shape[1]].float().sum(1)
         columns.copy_(needed.kthvalue(max(1, round(density * len(x)))).values[:, None])
+        if mapped:
+            weight[-mapped:] = 0
+            columns[-mapped:] = FULL / columns.shape[1]
+            if bias is not None:
+                bias[-mapped:] = 0
 
     hooks = [ffn.register_forward_pre_hook(set_gate) for ffn in gated_ffns(model)]
     try:

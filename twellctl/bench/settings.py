@@ -134,6 +134,18 @@ class DecodeSettings(AnyModel):
         "Round the weights as 'export --quantize' does, and run TwELL on them.",
         choices=tuple(SCHEMES),
     )
+    bits: int | None = setting(
+        None,
+        "4: round the linear layers of the random model to 4 bits, in groups of 128, or 64 below a "
+        "hidden size of 3072. [default: bf16]",
+        at_least=4,
+        at_most=4,
+    )
+    map_rank: int = setting(
+        0,
+        "Neurons of the random model's FFNs beside the others that share a gate: a fit's map.",
+        at_least=0,
+    )
     dense_fp8: bool = setting(True, "Also time dense FP8, if the GPU supports it.")
     gates: str = setting(
         SCREENED,
@@ -148,6 +160,17 @@ class DecodeSettings(AnyModel):
         above=0,
         at_most=1,
     )
+
+    def check(self) -> None:
+        super().check()
+        for name in ("bits", "map_rank"):
+            if self.model is not None and getattr(self, name):
+                flag = flag_name(name)
+                raise UsageError(f"{flag} is for a random model: leave out MODEL and --data")
+        if self.bits and self.quantize:
+            raise UsageError("a model is rounded to 4 bits or quantised: give --bits or --quantize")
+        if self.bits and self.map_rank % 128:
+            raise UsageError(f"map-rank must be a multiple of 128 with --bits, got {self.map_rank}")
 
     @property
     def context_drawn(self) -> int:

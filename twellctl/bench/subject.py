@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twellctl.bench.device import free_memory
-from twellctl.bench.random_model import make_model, open_shape
+from twellctl.bench.random_model import make_model, open_shape, round_to_int4
 from twellctl.bench.settings import AnyModel, DecodeSettings
 from twellctl.bundle.twell_rounded_linear import RoundedLinear
 from twellctl.errors import TwellError
@@ -104,19 +104,25 @@ def _drawn(
     device: torch.device,
     note: Callable[[str], None],
 ) -> Subject:
-    shape = open_shape(settings.config, settings.layers, context=settings.context_drawn)
+    mapped, bits = getattr(settings, "map_rank", 0), getattr(settings, "bits", None)
+    shape = open_shape(
+        settings.config, settings.layers, context=settings.context_drawn, mapped=mapped
+    )
     settings.check_context(shape.context)
     note(f"making {shape.name} of {shape.layers} layers")
     shape.require_memory(free_memory(device), quantize=quantize)
     generator = torch.Generator(device).manual_seed(settings.seed)
-    model = make_model(shape, density, dtype=DTYPE, generator=generator)
+    model = make_model(shape, density, dtype=DTYPE, generator=generator, mapped=mapped)
+    if bits is not None:
+        round_to_int4(model)
 
     def windows(count: int, length: int) -> Tensor:
         size = (count, length)
         return torch.randint(shape.vocabulary, size, generator=generator, device=device)
 
     models = in_precisions(model, quantize)
-    described = _described(shape.name, models) | shape.described | {"density_asked": density}
+    asked = {"density_asked": density, "bits": bits, "map_rank": mapped}
+    described = _described(shape.name, models) | shape.described | asked
     return Subject(models, windows, described)
 
 

@@ -78,9 +78,35 @@ class PackedLinear(nn.Module):
 
     @property
     def expanded(self) -> nn.Linear:
-        """The linear layer of these weights."""
+        """The linear layer of these weights, which keeps them beside what they are expanded to."""
         weight = expand(unpack(self.weight_packed), self.weight_scale)
         layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)
         layer.bias = self.bias
+        keep_packed(layer, self.weight_packed.data, self.weight_scale.data)
         return layer
+
+
+# ---- what an expanded layer keeps, in no state_dict
+
+
+def keep_packed(layer: nn.Linear, packed: Tensor, scales: Tensor) -> None:
+    """Keep beside the weight of `layer` what it was expanded from."""
+    layer.register_buffer("packed", packed, persistent=False)
+    layer.register_buffer("packed_scale", scales, persistent=False)
+
+
+def kept_group_size(layer: nn.Linear) -> int | None:
+    """How many inputs share a scale in what `layer` keeps; None if it keeps nothing."""
+    scales = getattr(layer, "packed_scale", None)
+    return None if scales is None else layer.in_features // scales.shape[1]
+
+
+def kept_codes(layer: nn.Linear) -> tuple[Tensor, Tensor] | None:
+    """int8 codes `[N, K]` and scales `[N, K / G]` that the weight of `layer` is; None if it keeps
+    none, or was changed since."""
+    packed, scales = getattr(layer, "packed", None), getattr(layer, "packed_scale", None)
+    if packed is None or scales is None or scales.dtype != layer.weight.dtype:
+        return None
+    codes = unpack(packed)
+    return (codes, scales) if torch.equal(expand(codes, scales), layer.weight) else None

@@ -89,10 +89,15 @@ KINDS = {
     "e4m3": WeightKind("E4m3", 8, "_e4m3", in_f16=True, step=128, capability=(8, 9)),
 }
 
+# what a whole step takes: of int4, scales are those of groups (twell_step_int4.py)
+STEP_KINDS = KINDS | {
+    "int4": WeightKind("Int4", 4, "_int4", in_f16=False, step=512, capability=(9, 0)),
+}
+
 
 def entry(name: str, kind: str) -> str:
     """What the entry or source `name` is called where it takes weights of `kind`."""
-    return f"{name}{KINDS[kind].suffix}"
+    return f"{name}{STEP_KINDS[kind].suffix}"
 
 
 def shared_kb(capability: Capability) -> int:
@@ -244,9 +249,15 @@ STEP_HEAD_DIMS = {
 # by hidden size: quads of x, and rows of the gate, that a block has at most
 MOST_OF_BLOCK = {1536: (4, 128), 2048: (4, 128), 3072: (8, 128), 3584: (8, 192), 4096: (8, 128)}
 STEP_MOST_MAPPED = 32  # rows beside them: the gate that neurons share, and their up
-STEP_RING_KB = 192  # kilobytes of weights that a block holds, at most
+# kilobytes of weights that a block holds, at most; over int4 it holds scales of groups, too
+_RING_KB = {"bf16": 192, "e4m3": 192, "int4": 152}
 # that are on their way, by hidden size and kind of weights, else 32
-STEP_AHEAD = {(1536, "e4m3"): 64}
+_AHEAD = {(1536, "e4m3"): 64, (1536, "int4"): 64}
+
+
+def step_group(K: int) -> int:
+    """How many int4 weights share a scale in a step of that hidden size."""
+    return 64 if K < 3072 else 128
 
 
 def _step_numbers(source: str) -> dict[str, int | str]:
@@ -256,8 +267,10 @@ def _step_numbers(source: str) -> dict[str, int | str]:
             quads, rows = MOST_OF_BLOCK[K]
             return {
                 "STEP_K": K,
-                "STEP_WEIGHT": KINDS[kind].struct,
-                "STEP_AHEAD_KB": STEP_AHEAD.get((K, kind), 32),
+                "STEP_WEIGHT": STEP_KINDS[kind].struct,
+                "STEP_GROUP": step_group(K),
+                "STEP_RING_KB": _RING_KB[kind],
+                "STEP_AHEAD_KB": _AHEAD.get((K, kind), 32),
                 "STEP_OWN_QUADS": quads,
                 "STEP_MOST_ROWS": rows,
                 "STEP_MOST_DIM": max(STEP_HEAD_DIMS[K]),
@@ -286,7 +299,7 @@ def _step_source(K: int, kind: str) -> tuple[str, dict[str, Arguments]]:
 
 
 # by hidden size and kind of weights: source and entries
-_STEPS = {(K, kind): _step_source(K, kind) for kind in KINDS for K in MOST_OF_BLOCK}
+_STEPS = {(K, kind): _step_source(K, kind) for kind in STEP_KINDS for K in MOST_OF_BLOCK}
 
 
 # ---- sources
@@ -354,7 +367,10 @@ TEXTS = {
         if KINDS[kind].suffix
     },
     **{f"decode/attend_{D}.cu": "decode/attend.cuh" for D in HEAD_DIMS},
-    **{source: "decode/step.cuh" for source, _ in _STEPS.values()},
+    **{
+        source: "decode/step_int4.cuh" if kind == "int4" else "decode/step.cuh"
+        for (_, kind), (source, _) in _STEPS.items()
+    },
 }
 ENTRY_FILES = {
     entry: source

@@ -63,13 +63,15 @@ from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.screening import open_screens
 from twellctl.decoding.stable import STABLE_ROWS
+from twellctl.decoding.step_int4 import int4_layers, takes_int4
 from twellctl.decoding.step_plan import Pass, plan_steps
 from twellctl.decoding.torch_decoder import TorchDecoder
-from twellctl.decoding.whole_step import DecoderLayer, WholeStep, takes_mapped
+from twellctl.decoding.whole_step import DecoderLayer, StepSizes, WholeStep, takes_mapped
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.linear_map import own_neurons
 from twellctl.models.loading import shared_copy
 
+ONE_KERNEL = ("one kernel", "one dense kernel", "one screened kernel")
 _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positions
 
 
@@ -120,6 +122,7 @@ class KernelDecoder:
                 self._layer(layer, *pages)
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
+            self._in_int4 = self._int4_layers()
             if self._fit.one_kernel:
                 _pad_rows(self._model.lm_head.weight)
             self._head = weight_of(self._model.lm_head).detached()
@@ -162,8 +165,10 @@ class KernelDecoder:
         and how many neurons of all layers fired, int32 `[L, B Q]`, if the decoder is sparse.
         Results differ by the order of sums.
         """
+        of_one_row = self._whole_steps if num_tokens == 1 else {}
         if not self._fit.is_relu:
-            return {DENSE.name: partial(self._one_by_one, self._with_activations)}
+            all_of_it = partial(self._one_by_one, self._with_activations)
+            return {**of_one_row, DENSE.name: all_of_it}
         ways = [DENSE]
         if self._sparse:
             ffn = self._layers[0].ffn
@@ -171,7 +176,7 @@ class KernelDecoder:
             ways = [*few_ways(problem, self._density), DENSE]
         of_all = {way.name: [way] * len(self._layers) for way in ways}
         return {
-            **(self._whole_steps if num_tokens == 1 else {}),
+            **of_one_row,
             **{name: partial(self._one_by_one, of_layers) for name, of_layers in of_all.items()},
         }
 
@@ -241,11 +246,10 @@ class KernelDecoder:
         """For steps of one row, if the model is such."""
         if not self._fit.one_kernel or self.stable:
             return {}
-        layers = self._layers
-        if not self._sparse:  # larger batches read W_down by rows of K
+        sizes, layers = self._step_sizes, self._in_int4 or self._layers
+        if not self._sparse and not self._in_int4:  # larger batches read W_down by rows of K
             ffns = [replace(one.ffn, turned=one.ffn.by_neurons.contiguous()) for one in layers]
             layers = [replace(one, ffn=ffn) for one, ffn in zip(layers, ffns, strict=True)]
-        sizes = self._fit.sizes
         make = partial(
             WholeStep,
             self.kernels,
@@ -258,16 +262,44 @@ class KernelDecoder:
             self._rotary[0],
             self._scales,
         )
-        dense = {"one dense kernel": make(form="dense", num_own=sizes.N)}
+        if self._in_int4:  # else that would be done in a capture, if plans are known
+            taken = ["sparse", "dense"] if self._sparse else ["dense"]
+            self.kernels.prepare([sizes.entry(form) for form in taken])
+        is_silu = self._fit.is_silu
+        dense = {"one dense kernel": make(form="dense", num_own=sizes.N, is_silu=is_silu)}
         if not self._sparse:
             return dense
         own = self._own_neurons
         takes = takes_mapped(sizes, own, "sparse", self._limits)
         forms = {"one kernel": make(form="sparse", num_own=own if takes else sizes.N)}
-        if self.screens:
+        if self.screens and sizes.kind == "bf16":
             screened = make(form="screened", num_own=own, screens=self.screens.layers)
             forms["one screened kernel"] = screened
         return forms | dense
+
+    def _int4_layers(self) -> list[DecoderLayer] | None:
+        """For steps of one row, if the model was expanded from int4; weights are laid anew once."""
+        if not self._may_take_int4:
+            return None
+        sizes, modules = replace(self._fit.sizes, kind="int4"), self._model.model.layers
+        return int4_layers(modules, self._layers, sizes, self._limits)
+
+    @cached_property
+    def _may_take_int4(self) -> bool:
+        if not self._fit.one_kernel or self.stable:
+            return False
+        sizes = replace(self._fit.sizes, kind="int4")
+        return takes_int4(self._model.model.layers, sizes, self._limits)
+
+    @property
+    def step_kind(self) -> str:
+        """The kind of weights that steps in one kernel read (twell_spec.STEP_KINDS)."""
+        return self._step_sizes.kind
+
+    @property
+    def _step_sizes(self) -> StepSizes:
+        """Those of steps in one kernel."""
+        return replace(self._fit.sizes, kind="int4") if self._in_int4 else self._fit.sizes
 
     @cached_property
     def _with_activations(self) -> list[Way]:
@@ -280,6 +312,8 @@ class KernelDecoder:
 
     def _may_screen(self) -> bool:
         if not self._fit.screens:
+            return False
+        if self._may_take_int4:  # whose gate is its own screen
             return False
         return takes_mapped(self._fit.sizes, self._own_neurons, "screened", self._limits)
 
@@ -309,7 +343,7 @@ class KernelDecoder:
 
     def _make_plan(self) -> WayPlan:
         kv_heads = self._model.config.num_key_value_heads
-        of = f"{self._fit.sizes} Hkv={kv_heads} L={len(self._layers)}"
+        of = f"{self._step_sizes} Hkv={kv_heads} L={len(self._layers)}"
         with torch.inference_mode():
             return plan_steps(
                 self.ways,

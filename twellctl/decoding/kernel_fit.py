@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from twellctl.bundle.twell_few import few_dense_kernels, few_kernels, takes_few, takes_few_dense
 from twellctl.bundle.twell_launch import device_limits, kernels_for
@@ -34,6 +35,7 @@ class Fit:
 
     sizes: StepSizes
     is_relu: bool  # all FFNs; those of another activation go densely
+    is_silu: bool
     max_rows: int  # of a pass with one token a row
     at_once: int  # rows that the kernels of dense products take in one launch
     one_kernel: bool  # whether a pass over one token may be one launch
@@ -44,6 +46,7 @@ def fit_of(model: PreTrainedModel) -> Fit:
     return Fit(
         step_sizes(model),
         is_relu(model),
+        is_silu(model),
         most_rows(model),
         rows_at_once(model),
         why_not_one_kernel(model) is None,
@@ -87,8 +90,8 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     """None if steps of one row are one launch, else why they are many."""
-    if not is_relu(model):
-        return "a step in one kernel has ReLU"
+    if not (is_relu(model) or is_silu(model)):
+        return "a step in one kernel has ReLU or SiLU"
     layers = enumerate(model.model.layers)
     if len({(window_of(model, i), families.turned_by(model, of)) for i, of in layers}) > 1:
         return "a step in one kernel has the same window and positions in all layers"
@@ -103,6 +106,8 @@ def why_not_one_kernel(model: PreTrainedModel) -> str | None:
 
 def why_not_screened(model: PreTrainedModel) -> str | None:
     """None if steps of one row may screen gates, else why they read them whole."""
+    if not is_relu(model):
+        return "gates of ReLU are screened"
     if model.dtype != torch.bfloat16 or weights_kind(model) != "bf16":
         return "gates are screened in bf16"
     return why_not_one_kernel(model)
@@ -126,6 +131,11 @@ def rows_at_once(model: PreTrainedModel) -> int:
 def is_relu(model: PreTrainedModel) -> bool:
     """Whether all FFNs are ReLU; those of another activation go densely."""
     return all(_is_relu(activation_of(ffn)) for ffn in gated_ffns(model))
+
+
+def is_silu(model: PreTrainedModel) -> bool:
+    """Whether all FFNs are SiLU."""
+    return all(is_plain(activation_of(ffn), type(ACT2FN["silu"])) for ffn in gated_ffns(model))
 
 
 def step_sizes(model: PreTrainedModel) -> StepSizes:

@@ -103,11 +103,12 @@ class WholeStep:
         form: str,
         num_own: int,
         screens: Sequence[Screen] | None = None,
+        is_silu: bool = False,
     ):
         """`form`: one of STEP_FORMS; the first `num_own` neurons have gates of their own; `screens`
-        of all layers for "screened"."""
+        of all layers for "screened"; `is_silu`: the dense form has SiLU in the place of ReLU."""
         self._kernels, self._limits, self._sizes = kernels, limits, sizes
-        self._entry = sizes.entry(form)
+        self._entry, self._is_silu = sizes.entry(form), is_silu
         self._layers, self._screens = layers, screens  # the table holds pointers to them
         self._kv_heads, self._scale = layers[0].attend.keys.shape[1], layers[0].attend.scale
         self._embeddings, self._last_norm, self._head = embeddings, last_norm, head
@@ -152,6 +153,7 @@ class WholeStep:
                 "sin": self._rotary.sin,
                 "eps": self._scales.eps,
                 "scale": self._scale,
+                "is_silu": int(self._is_silu),
                 "words": self._words,
                 "epoch": self._epoch,
                 "counts": counts,
@@ -164,7 +166,8 @@ class WholeStep:
 
 
 def _words_of(layer: DecoderLayer, screen: Screen | None, num_own: int) -> list[int]:
-    """kernels/decode/step_shared.cuh: LayerOf, and of rounded weights ScaledLayer."""
+    """kernels/decode/step_shared.cuh: LayerOf, and of rounded weights ScaledLayer. Of weights in
+    int4, laid by step_int4.py, down alone has scales here."""
     ffn, attend, norms = layer.ffn, layer.attend, layer.norms
     rows = ffn.gate.values, ffn.up.values, ffn.by_neurons
     if not all(weight.is_contiguous() for weight in rows):

@@ -93,3 +93,6 @@ def undo(model: nn.Module, form: dict) -> None:
     size = gated_ffns(model)[0].down_proj.weight.shape[1]
     for name, factor in factors((named := dict(model.named_parameters())), form, size).items():
         named[name].data = scaled(named[name].data, 1 / factor)
+        kept = model.get_submodule(name.rpartition(".")[0])
+        if name.endswith(".weight") and hasattr(kept, "packed_scale"):
+            kept.packed_scale = scaled(kept.packed_scale, 1 / factor)
