@@ -24,7 +24,13 @@ MODELS = {
     "llama": {"hidden_act": "silu", "vocab_size": 1003},
     "relu": {"kind": "llama", "hidden_act": "relu"},
     "phi3": {"hidden_act": "silu", "sliding_window": 40},
-    "gemma2": {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "sliding_window": 40},
+    # tied, it repeats its input whatever the FFNs are
+    "gemma2": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "sliding_window": 40,
+        "tie_word_embeddings": False,
+    },
     "long rows": {"kind": "llama", "hidden_act": "silu", "intermediate_size": 14336},
 }
 SAMPLINGS = {
