@@ -155,8 +155,9 @@ def test_what_a_screen_leaves_out_does_not_fire():
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan] if EVERY_CASE else [torch.inf])
-def test_over_e4m3_what_is_not_finite_stays_so(value):
-    model = Model(1536, 128, 12, 12, 392, 1, 3, kind="e4m3")
+@pytest.mark.parametrize("kind", ["e4m3", "int4"])
+def test_over_rounded_weights_what_is_not_finite_stays_so(kind, value):
+    model = Model(1536, 128, 12, 12, 392, 1, 3, kind=kind)
     model.weights[0]["values"][..., 5] = value  # of one column of each head, which o takes
     assert emulated.judge(model).logits.isnan().all()
     done = emulated.emulate(EmulatedKernels(), model, 96, "sparse", (1,))
