@@ -104,6 +104,9 @@ struct CodesFfn : Codes {
             multiply_listed(parts, taken, x);
             store_parts(parts, 2, sums() + i * kWarps);
         }
+        // those of down were asked for right behind them, so nothing stands before them any more
+        __syncwarp();
+        if (lane() == 0) barrier_arrive(has_rows());
     }
 
     // Rows of up and down of the list from place `first` on, into L2: what is read later would
@@ -141,8 +144,6 @@ struct CodesFfn : Codes {
                 if (16 * (i + 1) < num)
                     take_columns(listed, layer.down, list, 16 * (i + 1), num, policy);
             });
-        __syncwarp();
-        if (lane() == 0) barrier_arrive(has_rows());
     }
 
     // What the thread's neuron of those that share a gate is worth, if the thread has one, and its
