@@ -17,7 +17,7 @@ from twellctl.decoding import step_plan
 from twellctl.decoding.batch import Batch
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.sampler import Field, Variant
-from twellctl.decoding.step_plan import draw_text, rows_of
+from twellctl.decoding.step_plan import draw_text, plan_steps, rows_of
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +137,23 @@ def test_where_one_way_is_nothing_is_drawn(tiny, timed, monkeypatch):
     monkeypatch.setattr(step_plan, "draw_text", None)
     model = tiny(**SIZES)
     assert str(attached(KernelDecoder(model, sparse=False), 9).plan) == "1+ dense"
+
+
+@torch.inference_mode()
+def test_no_more_is_drawn_than_is_measured(tiny, timed):
+    """As of a dense model, whose passes over one token alone have two ways, and which takes more
+    tokens than a page holds."""
+    decoder = open_decoder(tiny)
+    way = next(iter(decoder.ways(1).values()))
+
+    def ways(num_tokens):
+        return {"union": way, "dense": way} if num_tokens == 1 else {"dense": way}
+
+    timed.measured.clear()
+    how = {"key": "dense", "neurons": decoder.neurons[0], "density": None}
+    plan = plan_steps(ways, [1, 64, 256], decoder.device, decoder.vocab_size, 2, **how)
+    assert str(plan) == "1 union, 2+ dense"
+    assert timed.measured == [["union", "dense"]]
 
 
 @torch.inference_mode()

@@ -45,9 +45,10 @@ def plan_steps(
     taken = {n: list(ways(n)) for n in range(1, max(tops) + 1)}
     borders = {n for n in taken if n + 1 in taken and taken[n] != taken[n + 1]}
     names = {top: taken[top] for top in sorted({*tops, *borders})}
-    if not can_measure(device) or all(len(of_top) == 1 for of_top in names.values()):
+    measured = [top for top, of_top in names.items() if len(of_top) > 1]
+    if not can_measure(device) or not measured:
         return WayPlan.of(names, lambda top: names[top][0])
-    text, counts = draw_text(next(iter(ways(1).values())), max(tops), vocab_size, width, device)
+    text, counts = draw_text(next(iter(ways(1).values())), max(measured), vocab_size, width, device)
     if density is None:
         density = counts.float().mean().item() / neurons
 
