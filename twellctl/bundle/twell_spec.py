@@ -89,7 +89,7 @@ KINDS = {
     "e4m3": WeightKind("E4m3", 8, "_e4m3", in_f16=True, step=128, capability=(8, 9)),
 }
 
-# what a whole step takes: of int4, scales are those of groups (twell_step_int4.py)
+# what a whole step takes; of int4, groups of weights share a scale (kernels/decode/step_codes.cuh)
 STEP_KINDS = KINDS | {
     "int4": WeightKind("Int4", 4, "_int4", in_f16=False, step=512, capability=(9, 0)),
 }

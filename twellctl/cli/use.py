@@ -55,7 +55,7 @@ Stable = Annotated[
     typer.Option(
         "--stable",
         help="Choose the same tokens whoever is beside: sums are added up in one order, all "
-        "neurons are computed, and at most 32 sequences run at once.",
+        "neurons are computed, and our kernels run at most 32 sequences at once.",
     ),
 ]
 Exact = Annotated[
