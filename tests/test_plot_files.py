@@ -8,7 +8,7 @@ import pytest
 from edits import contents
 
 from twellctl.cli.command import result_writer
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, UsageError
 from twellctl.evaluation.kept import kept_of
 from twellctl.plot import read_points
 from twellctl.report.plot_file import check_plot
@@ -171,6 +171,14 @@ def test_an_evaluation_that_is_no_point_is_refused(tmp_path, changes, said):
     file.write_text(json.dumps(EVALUATION | changes))
     with pytest.raises(TwellError, match=said):
         read_points(str(file))
+
+
+def test_points_have_labels_of_their_own(tmp_path):
+    file = tmp_path / "points.json"
+    file.write_text(json.dumps({"points": [POINT]}))
+    assert [point.label for point in read_points(str(file))] == ["a"]
+    with pytest.raises(UsageError, match="have their labels: leave out 15%="):
+        read_points(f"15%={file}")
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,16 @@ def read_points(entry: str) -> list[Point]:
     """The points of FILE or NAME=FILE; `TwellError` if it holds none."""
     name, file = kind_and_path(entry)
     path = from_home(file)
-    content = read_json(path)
+    content, is_named = read_json(path), file != entry
     if VERSION_KEY in content:
-        return [point_of(content, path, name if file != entry else None)]
+        return [point_of(content, path, name if is_named else None)]
     rows = content.get(POINTS_KEY)
     if not isinstance(rows, list) or not rows:
         raise TwellError(
             f"{path} holds neither an evaluation nor points: give what 'eval --json' wrote"
         )
+    if is_named:
+        raise UsageError(f"{path} is a list of points, which have their labels: leave out {name}=")
     return [_point(row, f"{path}: point {number}") for number, row in enumerate(rows)]
 
 

@@ -120,7 +120,8 @@ def plot(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="[NAME=]FILE", help="JSONs of eval, or lists of points. NAME: its label."
+            metavar="[NAME=]FILE",
+            help="JSONs of eval, with NAME as a label, or lists of points, which have their own.",
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="An svg, png or pdf to write.")],
