@@ -175,6 +175,20 @@ def test_what_is_broken_is_one_line(folder, broken):
         write_report(folder)
 
 
+@pytest.mark.parametrize("content", ["[1, 2]", "{"])
+def test_a_json_of_someone_else_is_named_and_left_out(folder, content, success, refusal):
+    (folder / "other.json").write_text(content)
+    _, err = success("report", folder)
+    assert any(f"not in {PAGE}: {folder}/other.json" in line for line in err)
+    assert "90 of 120" in (folder / PAGE).read_text()
+    (folder / "eval.json").write_text(content)
+    assert refusal("report", folder).startswith(f"error: {folder}/eval.json")
+
+
+def test_a_page_of_nothing_has_no_headings():
+    assert "<h2" not in html_of(Page("of nothing"))
+
+
 def test_a_folder_of_no_run_is_refused(refusal, tmp_path):
     said = refusal("report", tmp_path)
     assert said == f"error: {tmp_path} holds no run.json: give the out of 'twellctl run'"

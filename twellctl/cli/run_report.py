@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from twellctl.bench.decode_chart import chart_of as chart_of_bench
-from twellctl.errors import TwellError
+from twellctl.errors import TwellError, counted
 from twellctl.evaluation import kept
 from twellctl.evaluation.in_report import answers_of, table_of
 from twellctl.evaluation.results import VERSION_KEY
@@ -31,6 +31,7 @@ from twellctl.screens import ui
 
 PAGE = "report.html"
 RECIPE = "recipe"  # in run.json: the file of the run
+_OWN = (RECORD, "eval.json", "profile.json")  # what `run` itself writes there
 _BROKEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
 
 
@@ -91,10 +92,19 @@ def _page(folder: Path) -> Page:
 
 
 def _measured(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """The evaluations in a folder by the names of their files, the run's first; and benches."""
+    """The evaluations in a folder by the names of their files, the run's first; and benches.
+
+    A JSON that cannot be read, or is no object, may be someone else's: a note names it.
+    """
     evaluations, benches = {}, []
     for path in sorted(folder.glob("*.json"), key=lambda path: (path.name != "eval.json", path)):
-        content = read_json(path)
+        try:
+            content = read_json(path)
+        except TwellError as error:
+            if path.name in _OWN:
+                raise
+            ui.note(f"not in {PAGE}: {error}")
+            continue
         if VERSION_KEY in content:
             evaluations[path.name] = content
         elif content.get("command") == "bench decode":
@@ -154,7 +164,9 @@ def _facts(folder: Path, evaluation: dict[str, Any] | None) -> Iterator[tuple[st
     if (fit := folder / "relu" / FIT_FILE).is_file():
         found = read_json(fit)
         took = f"{ui.duration(found['seconds'])} for {found['tokens']} tokens"
-        yield "fit", took + (f", {found['kept']} layers kept from before" * bool(found["kept"]))
+        if found["kept"]:
+            took += f", {counted(found['kept'], 'layer')} kept from before"
+        yield "fit", took
 
 
 def _recipe(folder: Path) -> str:
