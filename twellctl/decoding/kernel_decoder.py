@@ -272,7 +272,7 @@ class KernelDecoder:
         own = self._own_neurons
         takes = takes_mapped(sizes, own, "sparse", self._limits)
         forms = {"one kernel": make(form="sparse", num_own=own if takes else sizes.N)}
-        if self.screens and sizes.kind == "bf16":
+        if self.screens:
             screened = make(form="screened", num_own=own, screens=self.screens.layers)
             forms["one screened kernel"] = screened
         return forms | dense

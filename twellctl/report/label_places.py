@@ -22,10 +22,8 @@ AROUND = (  # which way from the point: what is tried first is liked best
     (-0.8, -0.8),
 )
 BEHIND = 1.5  # above the grid, below marks
-OVER, OUTSIDE = (
-    5.0,
-    20.0,
-)  # a pixel over something else, or outside of the panel, to a place further
+# what a pixel costs over something else, or outside of the panel; a place further costs 1
+OVER, OUTSIDE = 5.0, 20.0
 _HORIZONTAL = {1: "left", 0: "center", -1: "right"}
 _VERTICAL = {1: "bottom", 0: "center", -1: "top"}
 
