@@ -30,6 +30,7 @@ COMMANDS = (
     "plot",
     "bench model",
     "bench decode",
+    "bench exact",
 )
 
 

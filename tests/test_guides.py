@@ -49,6 +49,7 @@ SMALL = {
     "run": {"keep_going": "on"},
     "model": {"device": "cpu", "tokens": 64, "seq_len": 32, "rounds": 1},
     "decode": {"device": "cpu", "batch": 1, "prompt_tokens": 8, "new_tokens": 10},
+    "exact": {"device": "cpu", "new_tokens": 10},
 }
 # what another test runs, or nothing here: downloads, .ci/run and the engines of others
 ELSEWHERE = (

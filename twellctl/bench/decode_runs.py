@@ -7,7 +7,6 @@ is gone when its turn is over, unless FP8 is what is benched.
 Steps are timed from token to token on the host.
 """
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bench.device import why_no_fp8
+from twellctl.bench.device import give_back, why_no_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.subject import Precisions
 from twellctl.bundle.twell_choice import WayPlan
@@ -107,9 +106,7 @@ class ModelForm:
     def open(self, rows: int) -> OpenForm:
         """Ready for up to `rows` rows a step, with what forms before held given back."""
         model = self.model()
-        gc.collect()
-        if model.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back(model.device)
         scheduler = open_scheduler(model, max_running=rows, decoder=self.decoder(model))
         return OpenForm(
             model,

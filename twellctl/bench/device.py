@@ -72,6 +72,13 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     return facts
 
 
+def give_back(device: torch.device) -> None:
+    """Let nothing hold memory of a GPU that is not in use."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def free_memory(device: torch.device) -> float:
     """Bytes that are free on a GPU, what torch keeps unused included; no bound on the CPU."""
     if device.type != "cuda":

@@ -9,8 +9,15 @@ from twellctl.models.schemes import SCHEMES
 from twellctl.settings import flag_name, refuse_wrong, setting
 
 MOST_ROWS = 64  # of a step: what the kernels for few tokens take
+MOST_STABLE_ROWS = 32  # of a step that is stable (decoding/stable.py)
 LLAMA_LAYERS = 28  # of the random model without a config: 1.5B
 CONTEXT = 2048  # of that of `bench decode`, at least
+_SEED = "Random seed."
+_DEVICE = "cuda, cuda:1 and so on; cpu only for trying the command. [default: cuda]"
+_GATES = (
+    "screened: for one sequence in bf16, if one kernel can run the step, read a 4-bit copy of "
+    "W_gate and only the rows that it selects. whole: read all of W_gate."
+)
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,8 @@ class AnyModel:
     layers: int | None = setting(
         None, "Layers of the random model, if all do not fit. [default: all]", at_least=1
     )
-    seed: int = setting(0, "Random seed.")
-    device: str | None = setting(
-        None, "cuda, cuda:1 and so on; cpu only for trying the command. [default: cuda]"
-    )
+    seed: int = setting(0, _SEED)
+    device: str | None = setting(None, _DEVICE)
 
     @property
     def length(self) -> int:
@@ -147,12 +152,7 @@ class DecodeSettings(AnyModel):
         at_least=0,
     )
     dense_fp8: bool = setting(True, "Also time dense FP8, if the GPU supports it.")
-    gates: str = setting(
-        SCREENED,
-        "screened: for one sequence in bf16, if one kernel can run the step, read a 4-bit copy of "
-        "W_gate and only the rows that it selects. whole: read all of W_gate.",
-        choices=GATES,
-    )
+    gates: str = setting(SCREENED, _GATES, choices=GATES)
     densities: tuple[float, ...] = setting(
         (0.02, 0.05, 0.1, 0.2),
         "Share of the random model's neurons that fire; 1: all. Repeatable.",
@@ -183,3 +183,25 @@ class DecodeSettings(AnyModel):
     @property
     def windows(self) -> dict[tuple[int, int], str]:
         return {(max(self.batches), self.prompt_tokens): "--batch"}
+
+
+@dataclass(frozen=True)
+class ExactSettings:
+    """`bench exact`: `limit` prompts are answered with at most `new_tokens` tokens each, `batches`
+    of them at once."""
+
+    limit: int = setting(20, "Evenly spaced prompts to answer.", at_least=1)
+    new_tokens: int = setting(200, "Most tokens per answer.", at_least=10)
+    temperature: float = setting(
+        0.0, "Sampling temperature; 0: always the likeliest token.", at_least=0, at_most=2
+    )
+    seed: int = setting(0, _SEED, at_least=-(2**63), at_most=2**63 - 1)
+    batches: tuple[int, ...] = setting(
+        (1,),
+        f"Prompts answered at once, 1 to {MOST_STABLE_ROWS}. Repeatable.",
+        flag="batch",
+        at_least=1,
+        at_most=MOST_STABLE_ROWS,
+    )
+    gates: str = setting(SCREENED, _GATES, choices=GATES)
+    device: str | None = setting(None, _DEVICE)

@@ -3,16 +3,18 @@
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from twellctl.bench.settings import DecodeSettings, ModelSettings
+from twellctl.bench.settings import DecodeSettings, ExactSettings, ModelSettings
 from twellctl.cli.command import JsonFile, command, plot_option, result_writer, show_help
+from twellctl.cli.make import Prompts
 from twellctl.errors import TwellError
 from twellctl.screens import ui
-from twellctl.screens.bench import benched, decoded
+from twellctl.screens.bench import benched, decoded, drafted
 
 app = typer.Typer(
     callback=show_help,
@@ -52,6 +54,33 @@ def decode(
     from twellctl.bench.decode import bench_decode
 
     _run(bench_decode, DecodeSettings(**flags), json, decoded, plot)
+
+
+@command(app, "bench exact relu --original Qwen/Qwen2.5-1.5B --prompts prompts.jsonl", name="exact")
+def exact(
+    *,
+    fit: Annotated[str, typer.Argument(metavar="FIT", help="A fit, as convert --data makes it.")],
+    prompts: Prompts,
+    original: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The model that FIT was fitted to. [default: what its config.json names]",
+        ),
+    ] = None,
+    flags: Annotated[dict, ExactSettings],
+    json: JsonFile = None,
+) -> None:
+    """Time the same answers with --exact and without, and compare their tokens.
+
+    The prompts are answered by the original in its fastest and in its stable form, by the fit
+    alone, and with --exact: with as many drafts as pay, with 1, 3, 5 and 7 in each round, and with
+    drafts from the text itself alone. Each form answers all prompts twice, and the second time
+    counts. If --exact gives other tokens than the original with --stable, the command fails.
+    """
+    from twellctl.bench.exact import bench_exact
+
+    _run(partial(bench_exact, fit, prompts, original), ExactSettings(**flags), json, drafted)
 
 
 def _run(

@@ -15,6 +15,7 @@ from twellctl.models.checkpoint import FIT_FILE, REPORT_FILE, Checkpoint, open_c
 from twellctl.models.checks import ACTIVATION_KEYS
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 # what a fit changes in config.json, and what says nothing about what a model computes
@@ -112,8 +113,10 @@ def load_models(
     return (load_model(model), None) if original is None else load_pair(original, model)
 
 
-def load_pair(original: Checkpoint, fit: Checkpoint) -> tuple["PreTrainedModel", "PreTrainedModel"]:
-    """Both models; what is equal in them is one tensor.
+def load_pair(
+    original: Checkpoint, fit: Checkpoint, device: "torch.device | None" = None
+) -> tuple["PreTrainedModel", "PreTrainedModel"]:
+    """Both models on `device`, None: the default one; what is equal in them is one tensor.
 
     `TwellError` for a fit that differs in more than FFNs, and rounded layers.
     """
@@ -128,7 +131,7 @@ def load_pair(original: Checkpoint, fit: Checkpoint) -> tuple["PreTrainedModel",
         raise TwellError(
             f"{fit.name} was not made from {original.name}, or changed after that: {name} differs"
         )
-    one, other = (model.to(default_device()) for model in models)
+    one, other = (model.to(device or default_device()) for model in models)
     return one, other
 
 

@@ -1,5 +1,6 @@
 """The screens of `twellctl bench`: tables, then the sentences. No torch."""
 
+from statistics import median
 from typing import Any
 
 from twellctl.screens import ui
@@ -84,3 +85,40 @@ def _model_table(point: Any) -> None:
     _left_out(point.skipped)
     if (twell := point.twell) and point.batch > 1:
         ui.say(f"neurons that fire for some row of a step: {twell.union:.1%}")
+
+
+def drafted(found: Any) -> None:
+    """The figures of an `ExactBench`."""
+    _benched_on(found.facts)
+    for point in found.points:
+        _exact_table(point)
+    ui.say("a pass: tokens for each pass of the original over a sequence; kept: of all drafts")
+    prompts = found.points[0].prompts
+    ui.say(f"differ: of {prompts} prompts, those with other tokens than the original with --stable")
+    for text in found.sentences:
+        ui.say(text)
+
+
+def _exact_table(point: Any) -> None:
+    columns = [
+        "",
+        "tokens/s",
+        "least",
+        "most",
+        "over original",
+        "least",
+        "a pass",
+        "kept",
+        "differ",
+    ]
+    rows = []
+    for form in point.forms:
+        rates, ratios = point.rates(form), point.ratios(form)
+        figures = [f"{rate:.4g}" for rate in (median(rates), min(rates), max(rates))]
+        figures += [f"{ratio:.2f}x" for ratio in (median(ratios), min(ratios))]
+        figures += ["", ""]
+        if form.drafted:
+            figures[-2:] = [f"{form.tokens_a_pass:.2f}", f"{form.share_kept:.1%}"]
+        rows.append([form.name, *figures, str(form.differing)])
+    of = "prompts" if point.batch == 1 else f"groups of {point.batch} prompts"
+    ui.table(f"batch {point.batch}; medians of {point.num_timed} {of}", columns, rows)

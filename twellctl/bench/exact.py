@@ -1,0 +1,165 @@
+"""twellctl bench exact: what `--exact` gains, and whether its answers are the original's.
+
+The same prompts are answered by the original alone, by its fit alone, and by the original with
+drafts, in the engine of serve-local. Both models are loaded once. One engine is open at a time.
+Each answers all prompts twice, and the second time counts: CUDA graphs are captured by then, and
+the engine knows how many drafts pay.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from twellctl.bench.device import bench_device, device_facts, give_back
+from twellctl.bench.exact_results import (
+    EXACT,
+    FIT,
+    ORIGINAL,
+    STABLE,
+    ExactBench,
+    ExactForm,
+    ExactPoint,
+)
+from twellctl.bench.settings import ExactSettings
+from twellctl.decoding.drafting import MOST_DRAFTS
+from twellctl.decoding.engine import EngineError, Sampling
+from twellctl.decoding.opening import open_scheduler, why_no_gain
+from twellctl.decoding.rounds import Drafts
+from twellctl.decoding.scheduler import Scheduler
+from twellctl.errors import TwellError, UsageError, counted
+from twellctl.evaluation.agreement import spread
+from twellctl.evaluation.subject import Subject
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_tokenizer
+from twellctl.models.originals import find_original, load_pair
+from twellctl.settings import refuse_wrong
+from twellctl.text.reading import read_prompts
+
+COUNTS = (1, 3, 5, 7)  # of drafts, of the forms in which each round has as many
+LOOKUP = 1  # among an engine's drafters; the fit is the first
+LEAST_TIMED = 8  # tokens of a group of answers
+
+
+def bench_exact(
+    fit: str | Path,
+    prompts: str | Path,
+    original: str | Path | None,
+    settings: ExactSettings,
+    note: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ExactBench:
+    """Answer the rows of `prompts` with each engine; `note` receives what comes.
+
+    `original` as in `find_original`. Raises `TwellError`.
+    """
+    refuse_wrong(settings)
+    device = bench_device(settings.device)
+    of_fit = open_checkpoint(fit)
+    of_fit.require_tokenizer()
+    of_original = find_original(of_fit, original=original)
+    assert of_original is not None
+    asked, tokenizer = spread(read_prompts(prompts), settings.limit), load_tokenizer(of_fit)
+    if (most := max(settings.batches)) > len(asked):
+        raise UsageError(f"batch must be at most {len(asked)}, the number of prompts, got {most}")
+    note(f"loading {of_original.name} and {of_fit.name}")
+    model, draft = load_pair(of_original, of_fit, device)
+    if why := why_no_gain(model, draft):
+        note(why)
+    encoded = Subject(of_fit, tokenizer, draft).all_encoded(asked)
+    run = _Run(settings, list(filter(None, encoded)), note)
+    forms = _forms(model, draft, settings.gates)
+    for number, (name, how) in enumerate(forms.items()):
+        progress(number, len(forms))
+        give_back(device)
+        run.add(name, extra_eos=[tokenizer.eos_token_id], **how)
+    models = {"fit": of_fit.name, "original": of_original.name}
+    return ExactBench(device_facts(device), asdict(settings), models, run.points())
+
+
+def _forms(model: PreTrainedModel, draft: PreTrainedModel, gates: str) -> dict[str, dict[str, Any]]:
+    """What to open, by name; first what others are compared with."""
+    exact = {"model": model, "draft": draft, "gates": gates}
+    drafts = {f"exact, {counted(count, 'draft')}": Drafts(count) for count in COUNTS}
+    drafts["exact, lookup"] = Drafts(MOST_DRAFTS, LOOKUP)
+    return {
+        STABLE: {"model": model, "stable": True},
+        ORIGINAL: {"model": model},
+        FIT: {"model": draft, "gates": gates},
+        EXACT: exact,
+        **{name: exact | {"drafts": each} for name, each in drafts.items()},
+    }
+
+
+class _Run:
+    """What was found of each form, by batch size."""
+
+    def __init__(
+        self, settings: ExactSettings, prompts: list[list[int]], note: Callable[[str], None]
+    ):
+        self._prompts, self._note = prompts, note
+        self._sampling = Sampling(settings.new_tokens, settings.temperature, seed=settings.seed)
+        self._known: list[list[int]] = []  # what the first form answered at the first batch size
+        self._found: dict[int, list[ExactForm]] = {batch: [] for batch in settings.batches}
+
+    def add(self, name: str, **how: Any) -> None:
+        """Open an engine (`how`: as of `open_scheduler`), and let it answer at each batch size."""
+        scheduler = open_scheduler(max_running=max(self._found), **how)
+        try:
+            for batch, found in self._found.items():
+                self._note(f"{name}: batch {batch}")
+                found.append(self._measured(name, scheduler, batch))
+        except EngineError as error:
+            raise TwellError(f"{name}: {error}") from error
+
+    def _measured(self, name: str, scheduler: Scheduler, batch: int) -> ExactForm:
+        list(self._answers(scheduler, batch))
+        tally = scheduler.tally
+        before = tally.passes, tally.drafted, tally.kept
+        groups, rates = zip(*self._answers(scheduler, batch), strict=True)
+        after = tally.passes, tally.drafted, tally.kept
+        answers = [ids for group in groups for ids in group]
+        self._known = self._known or answers
+        differing = sum(a != b for a, b in zip(answers, self._known, strict=True))
+        counts = (now - then for now, then in zip(after, before, strict=True))
+        return ExactForm(name, rates, differing, *counts)
+
+    def _answers(
+        self, scheduler: Scheduler, batch: int
+    ) -> Iterator[tuple[list[list[int]], float | None]]:
+        """Of `batch` prompts at a time their tokens, and tokens a second: None of fewer prompts."""
+        for start in range(0, len(self._prompts), batch):
+            group = self._prompts[start : start + batch]
+            answers, rate = answered(scheduler, group, self._sampling)
+            yield answers, rate if len(group) == batch else None
+
+    def points(self) -> tuple[ExactPoint, ...]:
+        """`TwellError` if nothing was timed."""
+        number = len(self._prompts)
+        points = [ExactPoint(batch, number, tuple(of)) for batch, of in self._found.items()]
+        if short := next((point.batch for point in points if not point.num_timed), None):
+            raise TwellError(
+                f"no {counted(short, 'answer')} together had {LEAST_TIMED} tokens to time in every "
+                "form: give other prompts, or more --new-tokens"
+            )
+        return tuple(points)
+
+
+def answered(
+    scheduler: Scheduler, prompts: list[list[int]], sampling: Sampling
+) -> tuple[list[list[int]], float | None]:
+    """The token ids after each of `prompts`, answered together, and tokens a second from when all
+    had one; None of fewer than `LEAST_TIMED`. Raises `EngineError`."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    num_timed, begin, end = 0, 0.0, 0.0
+    for events in filter(None, scheduler.run(prompts, sampling)):
+        end = time.perf_counter()
+        num_timed += len(events) if begin else 0
+        for sequence, token in events:
+            answers[sequence.client].append(token.id)
+        if not begin and all(answers):
+            begin = end
+    return answers, num_timed / (end - begin) if num_timed >= LEAST_TIMED else None
