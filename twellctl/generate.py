@@ -52,7 +52,7 @@ class Figures:
     `first_seconds` is the time from the prompt to its first token, with the model loaded. `density`
     is the mean share of neurons that fired. `cut`: the answer reached the most tokens without an
     end; `full`: these were what the context left. `is_empty`: it ended before any text.
-    `tokens_a_pass`: of the original, in exact answers.
+    `tokens_a_pass`: how many a pass of the original gave, in exact answers; None in others.
     """
 
     prompt_tokens: int

@@ -3,7 +3,8 @@
 //
 //   layers      Layer [num_layers]: a layer's weights by rows, its cache and window;
 //               biases and the norms of q and k may be null, windows are the same in all layers.
-//               Of a kind of weights with scales (tile/weights.cuh) they come last, fp32
+//               Of a kind of weights with scales (tile/weights.cuh) they come last, fp32; of int4
+//               those of down alone, bf16
 //   tokens, positions   int32 [1]; tables: int32, position p lies in page tables[p / 64]
 //   embeddings  [., K]; last_norm [K]; head [V, K]; cos, sin [positions, DIM]; all bf16
 //   words       uint32, zero before the first launch; step_block.cuh says what lies where

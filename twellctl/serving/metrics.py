@@ -82,7 +82,7 @@ class _EngineCollector(Collector):
         counters: dict[str, tuple[str, float]] = {
             "twell_prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
             "twell_generated_tokens": ("Tokens generated.", stats.generated_tokens),
-            "twell_passes": ("Passes over a sequence behind its prompt.", stats.passes),
+            "twell_passes": ("Passes over a sequence after its prompt.", stats.passes),
             "twell_drafted_tokens": ("Drafts that these passes read.", stats.drafted),
             "twell_kept_drafts": ("Drafts that were kept.", stats.kept_drafts),
         }
