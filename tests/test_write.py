@@ -90,9 +90,9 @@ def test_a_seed_gives_its_chats_however_many_are_written_at_once(silu_llama, tmp
 def test_rows_are_full_and_no_more_are_begun_than_wanted(silu_llama, tmp_path, monkeypatch, small):
     launch, running = Batch.launch, []
 
-    def launches(batch, num_pages, variant):
+    def launches(batch, *how):
         running.append(batch._num_rows)
-        return launch(batch, num_pages, variant)
+        return launch(batch, *how)
 
     monkeypatch.setattr(Batch, "launch", launches)
     done = write(silu_llama, tmp_path / "a.jsonl", **small | {"tokens": 3000, "batch_size": 8})
