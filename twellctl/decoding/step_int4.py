@@ -85,15 +85,6 @@ def by_quads(codes: Tensor, scales: Tensor, group: int) -> Tensor:
     return torch.cat([laid, behind.view(N // STEP_QUAD, -1)], 1)
 
 
-def from_quads(laid: Tensor, K: int, group: int) -> tuple[Tensor, Tensor]:
-    """The codes `[N, K]` and scales `[N, K / group]` that `by_quads` laid."""
-    N = STEP_QUAD * len(laid)
-    of_codes = STEP_QUAD * K // 2
-    rows = torch.arange(N, device=laid.device)
-    codes = _unpacked(laid[:, :of_codes].reshape(N, -1), rows % STEP_QUAD)
-    return codes, laid[:, of_codes:].contiguous().view(torch.bfloat16).view(N, K // group)
-
-
 def down_by_neurons(codes: Tensor, scales: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Of W_down's int8 codes `[K, N]` and bf16 scales `[K, N / G]`, G a multiple of `group`: uint8
     `[N, K / 2]`, the codes by neurons, and bf16 `[N / group, K]`, the scales."""
@@ -101,12 +92,6 @@ def down_by_neurons(codes: Tensor, scales: Tensor, group: int) -> tuple[Tensor, 
     quads = torch.arange(N, device=codes.device) // STEP_QUAD
     scales = _for_groups(scales, -(-N // group) * group, group)
     return _packed(codes.t(), quads % STEP_QUAD), scales.t().contiguous()
-
-
-def from_neurons(laid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes `[K, N]` and scales `[K, N / group]` that `down_by_neurons` laid."""
-    quads = torch.arange(len(laid), device=laid.device) // STEP_QUAD
-    return _unpacked(laid, quads % STEP_QUAD).t(), scales.t()
 
 
 def _for_groups(scales: Tensor, num: int, group: int) -> Tensor:
@@ -120,12 +105,6 @@ def _packed(codes: Tensor, swizzle: Tensor) -> Tensor:
     nibbles = codes.to(torch.uint8) & 15
     blocks = (nibbles[:, 0::2] << 4 | nibbles[:, 1::2]).unflatten(1, (-1, _BLOCK // 2))
     return _moved(blocks, swizzle).flatten(1)
-
-
-def _unpacked(laid: Tensor, swizzle: Tensor) -> Tensor:
-    """The codes, int8, that `_packed` packed."""
-    both = _moved(laid.unflatten(1, (-1, _BLOCK // 2)), swizzle).flatten(1).view(torch.int8)
-    return torch.stack([both >> 4, both << 4 >> 4], -1).flatten(1)
 
 
 def _moved(blocks: Tensor, swizzle: Tensor) -> Tensor:
