@@ -71,12 +71,3 @@ __device__ __forceinline__ void multiply_add_bytes(int (&sums)[4], unsigned a0, 
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-
-// Its first half: a [16, 16] b [16, 8], of a and b the registers that have columns and rows 4t ..
-__device__ __forceinline__ void multiply_add_few_bytes(int (&sums)[4], unsigned a0, unsigned a1,
-                                                       unsigned b) {
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 "
-        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
-        : "r"(a0), "r"(a1), "r"(b));
-}

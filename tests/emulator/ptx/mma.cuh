@@ -29,9 +29,6 @@ inline void multiply_add_bytes(int (&sums)[4], unsigned a0, unsigned a1, unsigne
                                unsigned b0, unsigned b1) {
     emulator::multiply_add_bytes(sums, {a0, a1, a2, a3, b0, b1});
 }
-inline void multiply_add_few_bytes(int (&sums)[4], unsigned a0, unsigned a1, unsigned b) {
-    emulator::multiply_add_bytes(sums, {a0, a1, 0, 0, b, 0});
-}
 
 inline void load_matrices_transposed(unsigned (&m)[4], unsigned smem_row) {
     emulator::read_transposed(m, smem_row, 4);
