@@ -19,13 +19,13 @@ from twellctl.errors import TwellError
 late_or_not = pytest.mark.usefixtures("reads_late")
 PAGE_BYTES = 2 * 64 * 2 * (8 + 8) * 4  # of two layers, two heads of 8, float32
 SAMPLINGS = {
-    "greedy": Sampling(24, 0),
-    "with log-probabilities": Sampling(24, 0, top_logprobs=5),
-    "drawn": Sampling(24, 0.8, seed=3),
-    "cut": Sampling(24, 1.1, top_p=0.9, top_k=50, seed=4, top_logprobs=0),
-    "above a share": Sampling(24, 1.0, min_p=0.05, seed=5),
-    "penalised": Sampling(24, 0.7, seed=6, repetition_penalty=1.2, frequency_penalty=0.5),
-    "biased": Sampling(24, 0, presence_penalty=0.4, logit_bias=((7, 2.0), (9, -100.0))),
+    "greedy": Sampling(16, 0),
+    "with log-probabilities": Sampling(16, 0, top_logprobs=5),
+    "drawn": Sampling(16, 0.8, seed=3),
+    "cut": Sampling(16, 1.1, top_p=0.9, top_k=50, seed=4, top_logprobs=0),
+    "above a share": Sampling(16, 1.0, min_p=0.05, seed=5),
+    "penalised": Sampling(16, 0.7, seed=6, repetition_penalty=1.2, frequency_penalty=0.5),
+    "biased": Sampling(16, 0, presence_penalty=0.4, logit_bias=((7, 2.0), (9, -100.0))),
 }
 
 
@@ -137,11 +137,11 @@ def test_whatever_comes_and_goes(pair, seed):
 
 def test_an_end_token_ends_the_answer_in_the_middle_of_a_round(pair, prompts):
     model, draft = pair
-    [events] = told(open_scheduler(model, stable=True), prompts[:1], Sampling(24, 0))
+    [events] = told(open_scheduler(model, stable=True), prompts[:1], Sampling(16, 0))
     ids = [event.id for event in events[:-1]]
     for place in (1, 2, 5, 9):
         scheduler = open_scheduler(model, [ids[place]], draft=draft, drafts=Drafts(7))
-        [found] = told(scheduler, prompts[:1], Sampling(24, 0))
+        [found] = told(scheduler, prompts[:1], Sampling(16, 0))
         assert [event.id for event in found[:-1]] == ids[: ids.index(ids[place]) + 1]
 
 
@@ -157,7 +157,7 @@ class Odd:
 
 def test_beside_a_guide_no_drafts_are_made(pair, prompts):
     model, draft = pair
-    guided, plain = Sampling(12, 0, guide=Odd), Sampling(24, 0)
+    guided, plain = Sampling(12, 0, guide=Odd), Sampling(16, 0)
     known = told(open_scheduler(model, stable=True), prompts[:1], guided)
     scheduler = open_scheduler(model, draft=draft, drafts=Drafts(3))
     assert told(scheduler, prompts[:1], guided) == known
