@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from compiled import EVERY_CASE
 from edits import json_in, weights_in
 from fits import QUICK
 from serving_client import get, running
@@ -20,6 +21,14 @@ from twellctl.models.originals import find_original, load_pair
 from twellctl.serve_local import load_served_model
 
 PROMPTS = ("import os\n\ndef main", "class A:\n    x = 1\n", "# for all\n")
+FITS = {
+    "fit": {},
+    "4 bits": {"bits": 4, "group_size": 16},
+    "the model in 4 bits": {"bits": 4, "group_size": 16, "keep_activation": True},
+}
+EXPORTS = {"export": None, "export in FP8": "fp8"}
+LIKE_OTHERS = () if EVERY_CASE else ("the model in 4 bits", "export")
+KINDS = [name for name in (*FITS, *EXPORTS) if name not in LIKE_OTHERS]
 pytestmark = pytest.mark.usefixtures("no_answers")
 
 
@@ -33,14 +42,10 @@ def drafts(monkeypatch):
 def fits(silu_llama, text_file, tmp_path_factory):
     """Fits of `silu_llama` by name; read only."""
     made = {}
-    for name, how in {
-        "fit": {},
-        "4 bits": {"bits": 4, "group_size": 16},
-        "the model in 4 bits": {"bits": 4, "group_size": 16, "keep_activation": True},
-    }.items():
+    for name, how in FITS.items():
         made[name] = tmp_path_factory.mktemp("fits") / "fit"
         convert(silu_llama, made[name], data=[str(text_file)], **QUICK | how)
-    for name, quantize in (("export", None), ("export in FP8", "fp8")):
+    for name, quantize in EXPORTS.items():
         made[name] = tmp_path_factory.mktemp("exports") / "fit"
         export(made["fit"], made[name], quantize=quantize)
     return made
@@ -60,9 +65,7 @@ def answers(silu_llama):
     return lambda prompt, **how: loaded.generate(prompt, **how).text()
 
 
-@pytest.mark.parametrize(
-    "name", ["fit", "4 bits", "the model in 4 bits", "export", "export in FP8"]
-)
+@pytest.mark.parametrize("name", KINDS)
 def test_answers_are_the_originals(fits, silu_llama, answers, name):
     loaded = load(fits[name], exact=True, original=silu_llama)
     for prompt in PROMPTS:
