@@ -6,22 +6,17 @@ import pytest
 import torch
 from attached import attached
 from compiled import EVERY_CASE
-from exact_pairs import like_a_fit
 from greedy import run_all
 from played_kernels import H200, SIZES, TWELL, Kernels, stand_in
 from torch import nn
 from transformers import PreTrainedModel
 
-from twellctl.bench.random_model import round_to_int4
-from twellctl.decoding import kernel_fit as module
 from twellctl.decoding.attention import MOST_QUERIES, plan_attend
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder, _pad_rows
 from twellctl.decoding.opening import SLOW, describe_decoder, open_scheduler
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import PAGE
-from twellctl.decoding.rounds import Drafts
-from twellctl.decoding.stable import STABLE_ROWS, why_not_stable
 from twellctl.models.quantised import round_model
 from twellctl.models.schemes import SCHEMES
 
@@ -118,50 +113,6 @@ def test_with_another_activation_than_relu(tiny, generated, family, changes):
     assert found[::11] == known
     assert max(rows) == 100
     assert {token.densities for token in tokens} == {()}
-
-
-@pytest.mark.parametrize(
-    ("family", "activation", "drafts"),
-    [("llama", "silu", 7), ("phi3", "gelu", 3), ("llama", "relu", 1)],
-)
-def test_a_fit_drafts_for_its_original(
-    tiny, generated, prompts, monkeypatch, family, activation, drafts
-):
-    """Over one cache, and one tensor of each weight that both have."""
-    sizes = SIZES | {"intermediate_size": 128} | ({"hidden_size": 256} if family == "phi3" else {})
-    model = tiny(family, **sizes, hidden_act=activation)
-    known = [generated(model, prompt, 12) for prompt in prompts]
-    fit = like_a_fit(model)
-    monkeypatch.setattr(KernelDecoder, "why_not", staticmethod(lambda model: None))
-    how = {"max_running": 3, "draft": fit, "drafts": Drafts(drafts)}
-    scheduler = open_scheduler(model, **how)
-    assert type(scheduler.decoder) is KernelDecoder
-    assert scheduler.decoder.max_rows == STABLE_ROWS
-    assert set(scheduler.decoder.ways(1)) == {"dense"}
-    assert run_all(scheduler, prompts, Sampling(12, 0))[0] == known
-    assert 0 < scheduler.tally.kept < scheduler.tally.drafted
-    for layer, other in zip(model.model.layers, fit.model.layers, strict=True):
-        assert layer.self_attn.o_proj.weight is other.self_attn.o_proj.weight
-
-
-@pytest.mark.parametrize(("num_rows", "num_drafts"), [(2, 7), (3, 7), (5, 3), (16, 1), (17, 0)])
-def test_more_rows_leave_room_for_fewer_drafts(tiny, monkeypatch, num_rows, num_drafts):
-    """A stable pass reads no more tokens than products of one order take."""
-    model = tiny(**SIZES, intermediate_size=128, hidden_act="silu")
-    monkeypatch.setattr(KernelDecoder, "why_not", staticmethod(lambda model: None))
-    how = {"max_running": 20, "draft": like_a_fit(model), "drafts": Drafts(7)}
-    scheduler = open_scheduler(model, **how)
-    read, run = [], scheduler.decoder.run
-    scheduler.decoder.run = lambda tokens, *inputs, **how: (
-        read.append((tuple(tokens.shape), how["last"])) or run(tokens, *inputs, **how)
-    )
-    prompts = [[1 + row, 7, 400 - row] for row in range(num_rows)]
-    found, _ = run_all(scheduler, prompts, sampling := Sampling(40, 0))
-    rounds = [shape for shape, last in read if shape[1] == last]
-    assert all(B * Q <= STABLE_ROWS for B, Q in rounds)
-    assert max(rounds)[1] == 1 + num_drafts
-    plain = open_scheduler(model, max_running=20, decoder=KernelDecoder(model, stable=True))
-    assert found == run_all(plain, prompts, sampling)[0]
 
 
 @pytest.mark.parametrize("is_sparse", [True, False], ids=["sparse", "dense"])
@@ -388,67 +339,3 @@ def test_rotary_positions_of_phi3(tiny, as_on_a_gpu, rope, said):
     model = tiny("phi3", hidden_size=256, rope_parameters=parameters).bfloat16()
     found = KernelDecoder.why_not(model)
     assert found is None if said is None else said in found
-
-
-def test_a_step_is_one_kernel_where_model_and_gpu_are_such(tiny, monkeypatch):
-    wide = {"hidden_size": 2048, "head_dim": 64, "num_attention_heads": 32, "vocab_size": 512}
-    takes = tiny("llama", **wide)
-    assert module.why_not_one_kernel(takes) is None
-    assert "a hidden size of 64" in module.why_not_one_kernel(tiny("llama", **SIZES))
-    assert module.step_sizes(takes).entry("sparse") == "step_2048_64"
-    rounded = tiny("llama", **wide)
-    round_model(rounded, SCHEMES["fp8"])
-    assert module.why_not_one_kernel(rounded) is None
-    assert module.step_sizes(rounded).entry("sparse") == "step_2048_64_e4m3"
-    mixed = tiny("llama", **wide)
-    monkeypatch.setattr(module, "window_of", lambda model, i: 40 if model is mixed and i else None)
-    assert "the same window and positions" in module.why_not_one_kernel(mixed)
-    takes.lm_head.bias = nn.Parameter(torch.zeros(512))
-    assert "no bias" in module.why_not_one_kernel(takes)
-    monkeypatch.setattr(module, "takes_hopper_kernels", lambda index: False)
-    takes.lm_head.bias = None
-    assert "for Hopper" in module.why_not_one_kernel(takes)
-
-
-WIDE = {"hidden_size": 1536, "head_dim": 128, "num_attention_heads": 12, "vocab_size": 512}
-WIDE |= {"intermediate_size": 256, "num_hidden_layers": 1, "attention_bias": True}
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-def test_a_step_over_the_codes_that_a_model_keeps(tiny, kernels, sparse):
-    model = tiny("llama", **WIDE).bfloat16()
-    round_to_int4(model)
-    decoder = attached(KernelDecoder(model, sparse, gates="screened"), 3)
-    assert decoder.step_kind == "int4"
-    assert decoder.screens is None
-    entries = {"step_1536_128_int4", "step_1536_128_dense_int4"}
-    assert {*kernels.prepared} == (entries if sparse else {"step_1536_128_dense_int4"})
-    (layer,) = decoder._in_int4
-    assert layer.qkv.bias is decoder._layers[0].qkv.bias
-    names = {"one kernel", "one dense kernel"} if sparse else {"one dense kernel"}
-    assert names <= decoder.ways(1).keys()
-    assert not names & decoder.ways(2).keys()
-    stable = attached(KernelDecoder(model, sparse, stable=True), 3)
-    assert (stable._in_int4, stable.step_kind) == (None, "bf16")
-
-
-def test_a_model_with_silu_goes_densely_in_one_kernel(tiny):
-    model = tiny("llama", **WIDE, hidden_act="silu").bfloat16()
-    assert module.why_not_one_kernel(model) is None
-    assert "gates of ReLU" in module.why_not_screened(model)
-    decoder = attached(KernelDecoder(model), 3)
-    assert decoder.step_kind == "bf16"
-    assert decoder.ways(1).keys() == {"one dense kernel", "dense"}
-    assert "ReLU or SiLU" in module.why_not_one_kernel(tiny("llama", **WIDE, hidden_act="gelu"))
-
-
-def test_what_the_kernels_do_not_stably(tiny, monkeypatch):
-    assert why_not_stable(tiny(**SIZES, intermediate_size=128)) is None
-    said = "a layer of LlamaForCausalLM has 136 inputs, no multiple of 64"
-    assert why_not_stable(odd := tiny(**SIZES, intermediate_size=136)) == said
-    monkeypatch.setattr(KernelDecoder, "why_not", staticmethod(lambda model: None))
-    assert describe_decoder(odd) == "twellctl's kernels"
-    assert describe_decoder(odd, stable=True) == f"transformers' own code ({said})"
-    rounded = tiny(**SIZES, intermediate_size=128)
-    round_model(rounded, SCHEMES["fp8"])
-    assert why_not_stable(rounded) == "the decode kernels are stable in bf16, not over e4m3"
