@@ -125,6 +125,10 @@ def test_a_page_is_short(page):
     assert len(words) <= (900 if page == ROOT / "README.md" else 700)
 
 
+def test_the_changelog_is_short():
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 250
+
+
 def run_all(page: Path, cli) -> None:
     """Its commands and then its snippets, in the current folder."""
     for line in commands(page):
