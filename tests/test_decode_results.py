@@ -20,6 +20,7 @@ from twellctl.bench.decode_runs import timed_run
 from twellctl.bench.random_model import make_model, open_shape, round_to_int4
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.engine import EngineError
+from twellctl.decoding.pages import PagePool
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.firing.counts import fired_meter
 from twellctl.models.quantised import round_model
@@ -204,7 +205,7 @@ def test_each_step_of_all_prompts_is_timed(count, monkeypatch):
     monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=lambda: decoder.now))
     prompts = [[i] * 40 for i in range(count)]
     eos = frozenset(expected(prompts[0], 3))
-    scheduler = Scheduler(decoder, 40, 6, eos)
+    scheduler = Scheduler(decoder, PagePool(40), 6, eos)
     run = timed_run(scheduler, prompts, 20)
     assert run.tokens == [expected(prompt, 20) for prompt in prompts]
     assert scheduler.eos_tokens == eos
@@ -216,9 +217,9 @@ def test_each_step_of_all_prompts_is_timed(count, monkeypatch):
 
 def test_more_prompts_than_rows_are_refused():
     with pytest.raises(EngineError, match="2 prompts can be continued at once, got 3"):
-        timed_run(Scheduler(HistoryDecoder(), 40, 2, frozenset()), [[1], [2], [3]], 5)
+        timed_run(Scheduler(HistoryDecoder(), PagePool(40), 2, frozenset()), [[1], [2], [3]], 5)
 
 
 def test_a_failure_is_raised():
     with pytest.raises(EngineError, match="there is room for"):
-        timed_run(Scheduler(HistoryDecoder(), 4, 2, frozenset()), [[1]], 500)
+        timed_run(Scheduler(HistoryDecoder(), PagePool(4), 2, frozenset()), [[1]], 500)

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import openai
 import pytest
 import torch
 from compiled import EVERY_CASE
@@ -18,7 +19,7 @@ from twellctl.export import export
 from twellctl.generate import generate, load
 from twellctl.models.checkpoint import REPORT_FILE, open_checkpoint
 from twellctl.models.originals import find_original, load_pair
-from twellctl.serve_local import load_served_model
+from twellctl.serve_local import load_served_model, serve_local
 
 PROMPTS = ("import os\n\ndef main", "class A:\n    x = 1\n", "# for all\n")
 FITS = {
@@ -113,7 +114,8 @@ def test_the_source_in_config_json_is_the_original(fit, silu_llama, monkeypatch)
 def test_the_server_answers_as_the_original(fits, silu_llama, answers):
     original = open_checkpoint(silu_llama)
     served = load_served_model(open_checkpoint(fits["fit"]), original, own_sampling=False)
-    assert served.about["exact"] == f"the answers of {silu_llama}, drafted by {fits['fit']}"
+    said = f"fit: the answers of {silu_llama}, drafted by {fits['fit']}"
+    assert served.about["exact"] == said
     with running(served) as client:
         for i, prompt in enumerate(PROMPTS):
             messages = [{"role": "user", "content": prompt}]
@@ -121,11 +123,42 @@ def test_the_server_answers_as_the_original(fits, silu_llama, answers):
             made = client.chat.completions.create(model="fit", messages=messages, **how)
             assert made.choices[0].message.content == answers(prompt, **how)
         lines = get(client, "/metrics").body.decode().splitlines()
-    counts = dict(line.split() for line in lines if line[0] != "#" and "{" not in line)
+    counts = dict(line.split() for line in lines if line[0] != "#")
     passes, drafted, kept = (
-        float(counts[f"twell_{name}_total"]) for name in ("passes", "drafted_tokens", "kept_drafts")
+        float(counts[f'twell_{name}_total{{model="fit"}}'])
+        for name in ("passes", "drafted_tokens", "kept_drafts")
     )
     assert 0 < kept < drafted < 5 * passes
+
+
+def test_the_server_has_the_fit_alone_beside(fits, silu_llama, answers):
+    original, alone = open_checkpoint(silu_llama), load(fits["4 bits"])
+    served = load_served_model(
+        open_checkpoint(fits["4 bits"]), original, own_sampling=False, names=["code", "x"]
+    )
+    assert served.about["fast"] == f"code-fast: {fits['4 bits']} alone, in the same cache"
+    lines = []
+    with running(served, log=lines.append) as client:
+        assert [model.id for model in client.models.list()] == ["code", "x", "code-fast", "x-fast"]
+        for prompt in PROMPTS:
+            how = {"max_tokens": 40, "temperature": 0}
+            known = answers(prompt, **how), alone.generate(prompt, **how).text()
+            assert known[0] != known[1]
+            messages = [{"role": "user", "content": prompt}]
+            for name in ("code", "x-fast", "x", "code-fast"):
+                made = client.chat.completions.create(model=name, messages=messages, **how)
+                assert made.model == name
+                assert made.choices[0].message.content == known["fast" in name]
+        with pytest.raises(openai.NotFoundError, match='only "code" and "code-fast"'):
+            client.chat.completions.create(model="fast", messages=messages)
+        counted = get(client, "/metrics").body.decode()
+    assert 'twell_generated_tokens_total{model="code-fast"}' in counted
+    assert 'twell_time_to_first_token_seconds_count{model="code"}' in counted
+
+
+def test_names_that_are_taken(fit, silu_llama):
+    with pytest.raises(UsageError, match="a-fast is what a is called alone: choose other names"):
+        serve_local(fit, exact=True, original=silu_llama, names=["a", "a-fast"])
 
 
 # ---- what is refused ----

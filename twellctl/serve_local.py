@@ -34,6 +34,7 @@ OnReady = Callable[[ServedModel, str], None]
 # Python's 5 ms at the latest, which is longer than a step: with 16 clients a tenth of that made
 # 842 steps/s of 638.
 _SWITCH_SECONDS = 0.0005
+FAST = "-fast"  # behind a name: the fit that drafts for it, alone
 _CLOSE_SECONDS = 5  # for the step that the engine is at
 _HURRY_SECONDS = 5  # from the second signal to the end, whatever still runs
 
@@ -64,13 +65,14 @@ def serve_local(
     the folder's name. `chat_template`, a file, replaces the model's, and gets
     `chat_template_kwargs` in all requests. With `own_sampling`, temperature and the like default to
     generation_config.json. `gates`, `stable`, `exact` and `original` are as in
-    `twellctl.generate.load`. Once the server takes requests, `on_ready` is called with what is
+    `twellctl.generate.load`; with `exact` the fit alone is served, too, under each name with
+    "-fast" behind it. Once the server takes requests, `on_ready` is called with what is
     served and the URL, which ends in the port. `log` receives one line per answered request. Port 0
     takes a free one. Signals work only in the main thread.
     """
     how = chosen(Serving, settings)
     access = access_of(how.host, api_key, allow_hosts)
-    _check_names(names)
+    _check_names(names, exact)
     check_gates(gates)
     checkpoint = open_checkpoint(model)
     checkpoint.require_tokenizer()
@@ -98,10 +100,12 @@ def serve_local(
         asyncio.run(serving)
 
 
-def _check_names(names: Sequence[str]) -> None:
+def _check_names(names: Sequence[str], exact: bool) -> None:
     for name in names:
         if not name or not name.isprintable():
             raise UsageError(f"a name to serve under must be printable text, got {name!r}")
+        if exact and f"{name}{FAST}" in names:
+            raise UsageError(f"{name}{FAST} is what {name} is called alone: choose other names")
 
 
 def load_served_model(
@@ -115,34 +119,44 @@ def load_served_model(
     stable: bool = False,
     **how: Any,
 ) -> ServedModel:
-    """Weights and tokenizer loaded, the worker started; `how`: what `open_engine` takes.
+    """Weights and tokenizer loaded, the worker started; `how`: what `open_engines` takes.
 
-    With an `original` the answers are its own, and the model drafts.
+    With an `original` the answers are its own, and the model drafts; alone, it is served beside it.
     """
     # torch takes seconds to import: errors about the model and the port come before it
-    from twellctl.decoding.opening import describe_decoder, open_engine
+    from twellctl.decoding.opening import describe_decoder, open_engines
     from twellctl.models.loading import describe_place, load_tokenizer
 
     tokenizer = load_tokenizer(checkpoint, chat_template)
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read
     model, draft = load_models(checkpoint, original)
+    name, *others = names or [_served_name(checkpoint)]
     about = {"device": describe_place(model)}
     if original is None or draft is None:
         about["engine"] = describe_decoder(model, stable=stable)
     else:
-        about["exact"] = f"the answers of {original.name}, drafted by {checkpoint.name}"
+        about["exact"] = f"{name}: the answers of {original.name}, drafted by {checkpoint.name}"
+        about["fast"] = f"{name}{FAST}: {checkpoint.name} alone, in the same cache"
         about["engine"] = describe_decoder(model, draft, stable=True)
-    engine = open_engine(model, [tokenizer.eos_token_id], stable=stable, draft=draft, **how)
-    if engine.screens:
-        about["gates"] = str(engine.screens)
+    ends = [tokenizer.eos_token_id]
+    engine, *alone = open_engines(model, ends, stable=stable, draft=draft, **how)
+    if screens := next(filter(None, (each.screens for each in (engine, *alone))), None):
+        about["gates"] = str(screens)
     if engine.plan:
         about["steps"] = f"{engine.plan} (tokens at once, way)"
     defaults = sampling_of(model.generation_config) if own_sampling else {}
     if defaults:
         about["sampling"] = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-    name, *others = names or [_served_name(checkpoint)]
-    template = chat_template_kwargs or {}
-    served = ServedModel(name, tokenizer, engine, about, tuple(others), defaults, template)
+    served = ServedModel(
+        name,
+        tokenizer,
+        engine,
+        about,
+        tuple(others),
+        defaults,
+        template=chat_template_kwargs or {},
+        beside={f"{each}{FAST}": other for other in alone for each in (name, *others)},
+    )
     served.guides.prepare()
     return served
 

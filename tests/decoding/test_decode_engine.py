@@ -11,6 +11,7 @@ from history_decoder import HistoryDecoder, expected
 
 from twellctl.decoding.decode_engine import DecodeEngine
 from twellctl.decoding.engine import EngineClosed, EngineError, QueueFull, Sampling
+from twellctl.decoding.pages import PagePool
 from twellctl.decoding.scheduler import Scheduler
 
 
@@ -34,7 +35,7 @@ def decoder():
 
 @pytest.fixture
 def engine(decoder):
-    made = DecodeEngine(Scheduler(decoder, 30, 4, frozenset()), max_waiting=6)
+    made = DecodeEngine(Scheduler(decoder, PagePool(30), 4, frozenset()), max_waiting=6)
     yield made
     decoder.gate.set()
     made.close()
@@ -221,7 +222,7 @@ def test_closing_ends_what_runs_and_takes_nothing_new(engine, decoder):
             await tokens_of(engine, [1], 5)
 
     asyncio.run(ask())
-    assert not engine._worker.is_alive()
+    assert not engine._worker.thread.is_alive()
     engine.close()  # again
 
 

@@ -11,7 +11,7 @@ from scheduled import all_of, assert_nothing_is_held, tokens_of
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.lookup import LookupDrafter, Repeats
 from twellctl.decoding.opening import open_scheduler
-from twellctl.decoding.pages import PAGE
+from twellctl.decoding.pages import PAGE, PagePool
 from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.scheduler import Scheduler
@@ -87,8 +87,8 @@ def test_whatever_is_looked_up_tokens_are_right(num_pages):
     draw = random.Random(1)
     decoder = HistoryDecoder(num_pages)
     drafter = LookupDrafter(4, decoder.context, decoder.device)
-    scheduler = Scheduler(decoder, num_pages, 4, frozenset(), [drafter], Drafts(5))
-    plain = Scheduler(HistoryDecoder(40), 40, 4, frozenset())
+    scheduler = Scheduler(decoder, PagePool(num_pages), 4, frozenset(), [drafter], Drafts(5))
+    plain = Scheduler(HistoryDecoder(40), PagePool(40), 4, frozenset())
     prompts = [[draw.randrange(3) for _ in range(draw.randint(1, 120))] for _ in range(12)]
     how = [Sampling(draw.randint(1, 60), 0) for _ in prompts]
     found = [

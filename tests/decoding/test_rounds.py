@@ -9,7 +9,7 @@ from scheduled import all_of, assert_nothing_is_held, tokens_of
 
 from twellctl.decoding.bulk import Bulk
 from twellctl.decoding.engine import Sampling, Token
-from twellctl.decoding.pages import PAGE
+from twellctl.decoding.pages import PAGE, PagePool
 from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
@@ -22,7 +22,7 @@ def scheduler_of(
 ) -> Scheduler:
     decoder = HistoryDecoder(num_pages)
     drafter = HistoryDrafter(decoder, drafts, wrong)
-    return Scheduler(decoder, num_pages, max_running, eos, [drafter], Drafts(drafts))
+    return Scheduler(decoder, PagePool(num_pages), max_running, eos, [drafter], Drafts(drafts))
 
 
 @pytest.mark.parametrize("budget", range(1, 12))

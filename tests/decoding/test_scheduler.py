@@ -11,7 +11,7 @@ from scheduled import all_of, assert_nothing_is_held, tokens_of
 
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling, Token
 from twellctl.decoding.lookup import LookupDrafter
-from twellctl.decoding.pages import PAGE
+from twellctl.decoding.pages import PAGE, PagePool
 from twellctl.decoding.rounds import NO_TOKEN
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
@@ -37,7 +37,7 @@ def scheduler_of(decoder=None, num_pages=40, max_running=4, eos=frozenset()) -> 
         decoder.stable = True
         looked_up = LookupDrafter(max_running, decoder.context, decoder.device)
         drafters = [HistoryDrafter(decoder, 3, 5), looked_up]
-    return Scheduler(decoder, num_pages, max_running, eos, drafters)
+    return Scheduler(decoder, PagePool(num_pages), max_running, eos, drafters)
 
 
 @in_both_modes

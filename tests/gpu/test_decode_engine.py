@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from twellctl.decoding import batch
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.opening import open_engine, open_scheduler
+from twellctl.decoding.opening import open_engines, open_scheduler
 from twellctl.decoding.sampler import Field, _gumbel, choose, cut
 from twellctl.decoding.torch_decoder import TorchDecoder
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_captured_runs_as_it_is(tiny, prompts, monkeypatch, caplo
 def test_many_clients_some_of_which_leave(tiny, prompts):
     model = tiny()
     known = [greedy(model, prompt, 150) for prompt in prompts]
-    engine = open_engine(model, max_running=16)
+    [engine] = open_engines(model, max_running=16)
 
     async def ask(i: int) -> None:
         which, stay = i % len(prompts), i % 10 or 1000
@@ -197,7 +197,7 @@ def test_many_clients_some_of_which_leave(tiny, prompts):
 
 def test_out_of_memory_in_a_prompt_fails_that_one(tiny, prompts):
     model = tiny()
-    engine = open_engine(model)
+    [engine] = open_engines(model)
     run = engine._scheduler.decoder.run
 
     def hungry(tokens, positions, tables, last=1):

@@ -178,28 +178,32 @@ def test_requests_and_latencies(tokenizer):
     assert found["twell_requests_total", "unknown", "404"] == 2
     assert found["twell_request_seconds_count", texts] == 2
     count = len(engine.tokens)
-    assert found[("twell_time_to_first_token_seconds_count",)] == 3
-    assert 0.03 <= found[("twell_time_to_first_token_seconds_sum",)] < 3
-    assert found[("twell_time_per_token_seconds_count",)] == 3 * (count - 1)
-    assert found[("twell_time_per_token_seconds_sum",)] >= 3 * (count - 1) * 0.009
+    assert found["twell_time_to_first_token_seconds_count", "model"] == 3
+    assert 0.03 <= found["twell_time_to_first_token_seconds_sum", "model"] < 3
+    assert found["twell_time_per_token_seconds_count", "model"] == 3 * (count - 1)
+    assert found["twell_time_per_token_seconds_sum", "model"] >= 3 * (count - 1) * 0.009
     assert found["twell_request_seconds_sum", chats] >= count * 0.009
 
 
 def test_the_engines_counters(tokenizer):
     engine = Scripted(tokenizer.encode("print"), num_layers=2)
     with serving(tokenizer, engine) as client:
-        assert ("twell_density_ratio", "0") not in metrics(client)
+        assert ("twell_density_ratio", "0", "model") not in metrics(client)
         complete(client)
         found = metrics(client)
     stats = engine.stats()
-    assert found[("twell_prompt_tokens_total",)] == stats.prompt_tokens
-    assert found[("twell_generated_tokens_total",)] == stats.generated_tokens == len(engine.tokens)
-    assert found[("twell_sequences_running",)] == 0
-    assert found[("twell_sequences_waiting",)] == stats.waiting
-    assert found[("twell_sequences_capacity",)] == stats.capacity
-    assert found[("twell_cache_used_ratio",)] == stats.cache_used
-    assert found["twell_density_ratio", "0"] == 0.001
-    assert found["twell_density_ratio", "1"] == 0.002
+    assert found["twell_prompt_tokens_total", "model"] == stats.prompt_tokens
+    assert (
+        found["twell_generated_tokens_total", "model"]
+        == stats.generated_tokens
+        == len(engine.tokens)
+    )
+    assert found["twell_sequences_running", "model"] == 0
+    assert found["twell_sequences_waiting", "model"] == stats.waiting
+    assert found["twell_sequences_capacity", "model"] == stats.capacity
+    assert found["twell_cache_used_ratio", "model"] == stats.cache_used
+    assert found["twell_density_ratio", "0", "model"] == 0.001
+    assert found["twell_density_ratio", "1", "model"] == 0.002
 
 
 def test_two_servers_do_not_share_their_metrics(tokenizer):

@@ -18,7 +18,7 @@ from serving_client import (
     streamed_completion,
 )
 
-from twellctl.decoding.opening import open_engine
+from twellctl.decoding.opening import open_engines
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.serving.completion import together
@@ -32,7 +32,7 @@ def test_engine_takes_end_tokens_but_no_habits_from_generation_config(
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.max_length = 30
     model.generation_config.eos_token_id = [0, expected[-1]]
-    engine = open_engine(model, [300])
+    [engine] = open_engines(model, [300])
     try:
         assert engine.eos_tokens == {0, expected[-1], 300}
         tokens = engine_tokens(engine, PROMPT, 60, tokenizer)

@@ -10,6 +10,7 @@ from attached import attached
 from serving_client import chat, complete, get
 
 from twellctl.decoding.engine import Sampling
+from twellctl.decoding.pages import PagePool
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
 from twellctl.decoding.torch_decoder import TorchDecoder
@@ -121,7 +122,7 @@ def test_texts_in_a_batch_with_guided_ones_are_unchanged(relu_llama, tokenizer):
     ends = frozenset({tokenizer.eos_token_id})
 
     def written(guided: bool) -> list[list[int]]:
-        scheduler = Scheduler(attached(TorchDecoder(model), 9), 9, 4, ends)
+        scheduler = Scheduler(attached(TorchDecoder(model), 9), PagePool(9), 4, ends)
         guides = Guides(tokenizer, scheduler.decoder.vocab_size, ends)
         guide = guides.build(schema_grammar(SCHEMA))
         made = [Sequence(prompt, Sampling(40, 0)) for prompt in prompts]

@@ -106,7 +106,7 @@ def test_prompts_that_are_made_ready_count_as_waiting():
     engine.max_held = 7  # of which five wait, by what it says
 
     async def ask():
-        ready = preparing.Preparing(engine)
+        ready = preparing.Preparing([engine])
         first = [asyncio.create_task(ready(body, lambda body: goes_on.wait(20))) for body in BODIES]
         await asyncio.sleep(0.1)
         with pytest.raises(QueueFull, match="2 prompts wait already"):

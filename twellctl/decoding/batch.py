@@ -32,8 +32,7 @@ _IN_FLIGHT = 2  # rounds whose records a kernel can write to the host's memory
 class Batch:
     """Up to `max_rows` rows with tables of up to `max_pages` pages.
 
-    All its methods are called `on_stream`, a stream of its own: none captures graphs on a GPU's
-    default stream.
+    All its methods are called `on_stream`, not the default one of a GPU: none captures graphs there
     """
 
     @torch.inference_mode()
@@ -44,8 +43,10 @@ class Batch:
         max_pages: int,
         in_flight: int = _IN_FLIGHT,
         drafters: Sequence[Drafter] = (),
+        stream: torch.cuda.Stream | None = None,
     ):
-        """`in_flight`: rounds whose records were not read yet, at most."""
+        """`in_flight`: rounds whose records were not read yet, at most. `stream`: None: a new one;
+        on a GPU all that use one decoder or cache have the same."""
         self.decoder, self._drafters = decoder, drafters
         # of a row and round, at most
         self.num_tokens = 1 + max((drafter.most_drafts for drafter in drafters), default=0)
@@ -72,7 +73,7 @@ class Batch:
         self._graph_memory = torch.cuda.graph_pool_handle() if self._captures else None
         self.on_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self._on_gpu:
-            self.on_stream = torch.cuda.stream(torch.cuda.Stream(device))
+            self.on_stream = torch.cuda.stream(stream or torch.cuda.Stream(device))
             torch.cuda.synchronize(device)  # all so far was done on another stream
 
     def load(

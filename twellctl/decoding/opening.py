@@ -15,7 +15,7 @@ from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.decoding.lookup import LookupDrafter
 from twellctl.decoding.paged_cache import PagedCache, page_bytes
-from twellctl.decoding.pages import pages_for
+from twellctl.decoding.pages import PagePool, pages_for
 from twellctl.decoding.rounds import Drafter, Drafts
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.stable import why_not_stable
@@ -37,21 +37,31 @@ GPU_SHARE = 0.6  # of the memory that is free once the model is loaded
 CPU_CACHE_BYTES = 1 << 30
 
 
-def open_engine(
+def open_engines(
     model: PreTrainedModel,
     extra_eos: Iterable[int | None] = (),
     *,
     max_waiting: int = MAX_WAITING,
     **how: Any,
-) -> DecodeEngine:
-    """An `Engine` (engine.py) whose worker has started; `how`: as of `open_scheduler`.
+) -> list[DecodeEngine]:
+    """An `Engine` (engine.py) whose worker has started, and with a `draft` one of that alone, by
+    the same worker; `how`: as of `open_schedulers`.
 
-    More than `max_waiting` generations that wait for room are refused.
+    Of each, more than `max_waiting` generations that wait for room are refused.
     """
-    return DecodeEngine(open_scheduler(model, extra_eos, **how), max_waiting)
+    first, *others = open_schedulers(model, extra_eos, draft_alone=True, **how)
+    engine = DecodeEngine(first, max_waiting)
+    return [engine, *(DecodeEngine(other, max_waiting, engine) for other in others)]
 
 
 def open_scheduler(
+    model: PreTrainedModel, extra_eos: Iterable[int | None] = (), **how: Any
+) -> Scheduler:
+    """What continues sequences of `model`; `how`: as of `open_schedulers`."""
+    return open_schedulers(model, extra_eos, **how)[0]
+
+
+def open_schedulers(
     model: PreTrainedModel,
     extra_eos: Iterable[int | None] = (),
     *,
@@ -62,7 +72,8 @@ def open_scheduler(
     stable: bool = False,
     draft: PreTrainedModel | None = None,
     drafts: Drafts | None = None,
-) -> Scheduler:
+    draft_alone: bool = False,
+) -> list[Scheduler]:
     """What continues sequences of `model`, up to `max_running` at once, in the calling thread.
 
     `extra_eos`: tokens that end a text, like the tokenizer's, with those that the model's configs
@@ -72,10 +83,10 @@ def open_scheduler(
 
     `draft`: a model with the attention of `model`, a fit of it, that drafts (drafting.py); the
     tokens are those of `model`, stably. What the text repeats is drafted, too (lookup.py).
-    `drafts`: those of each round, None: what pays. `TwellError` for models that no decoder can
-    drive so.
+    `drafts`: those of each round, None: what pays. `draft_alone`: a second scheduler continues
+    sequences of `draft`, by the same decoder and in the same cache. `TwellError` for models that no
+    decoder can drive so.
     """
-    ends = eos_tokens(model, extra_eos)
     decoders: list[Decoder] = [] if decoder is None else [decoder]
     if draft is not None:
         decoders = open_pair(model, draft, gates)
@@ -91,7 +102,15 @@ def open_scheduler(
     drafters: list[Drafter] = [ModelDrafter(other, max_running) for other in others]
     if drafters:
         drafters.append(LookupDrafter(max_running, decoder.context, decoder.device))
-    return Scheduler(decoder, pages, max_running, ends, drafters, drafts)
+    on_gpu = decoder.device.type == "cuda"
+    pool, stream = PagePool(pages), torch.cuda.Stream(decoder.device) if on_gpu else None
+    ends = list(extra_eos)
+    how = pool, max_running, eos_tokens(model, ends)
+    made = [Scheduler(decoder, *how, drafters, drafts, stream)]
+    if draft is not None and draft_alone:
+        how = pool, max_running, eos_tokens(draft, ends)
+        made += [Scheduler(other, *how, stream=stream) for other in others]
+    return made
 
 
 def open_decoder(model: PreTrainedModel, gates: str = WHOLE, *, stable: bool = False) -> Decoder:

@@ -47,24 +47,28 @@ Event: TypeAlias = tuple[Sequence, Token | EngineError | None]
 
 
 class Scheduler:
-    """Continues sequences with a `decoder` whose cache has `num_pages` pages (page 0 is lost)."""
+    """Continues sequences with a `decoder` over a cache that has the pages of `pool`."""
 
     def __init__(
         self,
         decoder: Decoder,
-        num_pages: int,
+        pool: PagePool,
         max_running: int,
         eos_tokens: frozenset[int],
         drafters: Tokens[Drafter] = (),
         drafts: Drafts | None = None,
+        stream: torch.cuda.Stream | None = None,
     ):
-        """`drafts`: those of each round, if there is room; None: as many as pay (pace.py)."""
+        """`drafts`: those of each round, if there is room; None: as many as pay (pace.py).
+
+        Several over one cache, in one thread, have one `pool` and one `stream`; None: a new one.
+        """
         self.decoder, self.eos_tokens = decoder, eos_tokens
-        self.max_running = min(max_running, decoder.max_rows or max_running, num_pages - 1)
+        self.max_running = min(max_running, decoder.max_rows or max_running, pool.capacity)
         # prompts that are read between two rounds, at most
         self.prompts_together = 1 if decoder.stable else PROMPTS_TOGETHER
-        self.context = min(decoder.context, (num_pages - 1) * PAGE)
-        self.pool = PagePool(num_pages)
+        self.context = min(decoder.context, pool.capacity * PAGE)
+        self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of their rows
         self.prompt_tokens = self.generated_tokens = 0
@@ -78,7 +82,7 @@ class Scheduler:
         self._changed = False
         self._settled = False  # the rows are ready for a round that was put off
         pages = pages_for(self.context)
-        self._batch = Batch(decoder, self.max_running, pages, drafters=drafters)
+        self._batch = Batch(decoder, self.max_running, pages, drafters=drafters, stream=stream)
 
     @property
     def busy(self) -> bool:

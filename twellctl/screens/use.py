@@ -39,13 +39,16 @@ def generated(figures: Any) -> None:
 def serving(served: Any, url: str) -> None:
     """Where a `ServedModel` is to be found and what it runs on, a line each."""
     engine = served.engine
+    running = [f"{engine.stats().capacity} concurrent choices at most (--max-running)"]
+    for other, name in list(served.engines.items())[1:]:
+        running.append(f"{other.stats().capacity} of {name}")
     lines = {
         "page": f"{url}/",
         "API": f"{url}/v1",
         "model": served.name,
         **served.about,
         "context": f"{engine.context} tokens",
-        "running": f"{engine.stats().capacity} concurrent choices at most (--max-running)",
+        "running": ", and ".join(running),
     }
     wide = max(map(len, lines))
     for name, what in lines.items():

@@ -1,8 +1,10 @@
 """What /metrics tells Prometheus: requests, latencies, and the engine's own counters."""
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from operator import attrgetter
+from typing import TypeAlias
 
 from aiohttp import web
 from prometheus_client import (
@@ -15,7 +17,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from twellctl.decoding.engine import Engine
+from twellctl.decoding.engine import Engine, EngineStats
 from twellctl.serving.completion import Piece
 from twellctl.serving.measured import Measured, current
 
@@ -24,9 +26,10 @@ _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 
 
 
 class Metrics:
-    """The metrics of one server."""
+    """The metrics of one server. `engines`: each with the name of its model."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engines: dict[Engine, str]):
+        self._models = engines
         registry = self._registry = CollectorRegistry()
 
         def seconds(name: str, about: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
@@ -39,10 +42,10 @@ class Metrics:
         about = "From a request's headers to the end of its answer."
         self._request_seconds = seconds("request", about, _SECONDS, "endpoint")
         about = "From a request's headers to the first token of each choice."
-        self._first_token_seconds = seconds("time_to_first_token", about, _SECONDS)
+        self._first_token_seconds = seconds("time_to_first_token", about, _SECONDS, "model")
         about = "Between two tokens of a choice."
-        self._token_seconds = seconds("time_per_token", about, _TOKEN_SECONDS)
-        registry.register(_EngineCollector(engine))
+        self._token_seconds = seconds("time_per_token", about, _TOKEN_SECONDS, "model")
+        registry.register(_EngineCollector(engines))
 
     async def response(self, http: web.Request) -> web.Response:
         """All of it in Prometheus' text format."""
@@ -56,51 +59,61 @@ class Metrics:
         self._requests.labels(endpoint, measured.status).inc()
         self._request_seconds.labels(endpoint).observe(measured.seconds)
 
-    async def timed(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
-        """The same pieces of one choice; its tokens, and when they came, are noted."""
-        measured = current()
+    async def timed(
+        self, pieces: AsyncGenerator[Piece, None], engine: Engine
+    ) -> AsyncGenerator[Piece, None]:
+        """The same pieces of one choice of `engine`; its tokens, and when they came, are noted."""
+        measured, model = current(), self._models[engine]
         before, num_tokens = measured.began, 0
         async with aclosing(pieces):
             async for piece in pieces:
                 if piece.num_tokens > num_tokens:
                     now = time.perf_counter()
                     seconds = self._token_seconds if num_tokens else self._first_token_seconds
-                    seconds.observe(now - before)
+                    seconds.labels(model).observe(now - before)
                     measured.new_tokens += piece.num_tokens - num_tokens
                     before, num_tokens = now, piece.num_tokens
                 yield piece
 
 
 class _EngineCollector(Collector):
-    """The engine's counters, read when they are asked for."""
+    """The engines' counters, by model, read when they are asked for."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, engines: dict[Engine, str]):
+        self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
-        counters: dict[str, tuple[str, float]] = {
-            "twell_prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
-            "twell_generated_tokens": ("Tokens generated.", stats.generated_tokens),
-            "twell_passes": ("Passes over a sequence after its prompt.", stats.passes),
-            "twell_drafted_tokens": ("Drafts that these passes read.", stats.drafted),
-            "twell_kept_drafts": ("Drafts that were kept.", stats.kept_drafts),
-        }
-        for name, (about, value) in counters.items():
-            yield CounterMetricFamily(name, about, value=value)
-        gauges: dict[str, tuple[str, float]] = {
-            "twell_sequences_running": ("Sequences being continued.", stats.running),
-            "twell_sequences_waiting": ("Sequences that wait for room.", stats.waiting),
-            "twell_sequences_capacity": ("Sequences that can run at once.", stats.capacity),
-            "twell_cache_used_ratio": ("Share of the cache that is taken.", stats.cache_used),
-        }
-        for name, (about, value) in gauges.items():
-            yield GaugeMetricFamily(name, about, value=value)
-        densities = GaugeMetricFamily(
-            "twell_density_ratio",
-            "Mean share of a layer's neurons that fired for a token.",
-            labels=["layer"],
-        )
-        for layer, density in enumerate(stats.densities):
-            densities.add_metric([str(layer)], density)
+        found = {model: engine.stats() for engine, model in self._engines.items()}
+        for name, about, value in _COUNTERS:
+            counter = CounterMetricFamily(f"twell_{name}", about, labels=["model"])
+            for model, stats in found.items():
+                counter.add_metric([model], value(stats))
+            yield counter
+        for name, about, value in _GAUGES:
+            gauge = GaugeMetricFamily(f"twell_{name}", about, labels=["model"])
+            for model, stats in found.items():
+                gauge.add_metric([model], value(stats))
+            yield gauge
+        about = "Mean share of a layer's neurons that fired for a token."
+        densities = GaugeMetricFamily("twell_density_ratio", about, labels=["model", "layer"])
+        for model, stats in found.items():
+            for layer, density in enumerate(stats.densities):
+                densities.add_metric([model, str(layer)], density)
         yield densities
+
+
+# of each engine: the name, what it is, and where to read it
+_Read: TypeAlias = tuple[str, str, Callable[[EngineStats], float]]
+_COUNTERS: tuple[_Read, ...] = (
+    ("prompt_tokens", "Tokens of prompts.", attrgetter("prompt_tokens")),
+    ("generated_tokens", "Tokens generated.", attrgetter("generated_tokens")),
+    ("passes", "Passes over a sequence after its prompt.", attrgetter("passes")),
+    ("drafted_tokens", "Drafts that these passes read.", attrgetter("drafted")),
+    ("kept_drafts", "Drafts that were kept.", attrgetter("kept_drafts")),
+)
+_GAUGES: tuple[_Read, ...] = (
+    ("sequences_running", "Sequences being continued.", attrgetter("running")),
+    ("sequences_waiting", "Sequences that wait for room.", attrgetter("waiting")),
+    ("sequences_capacity", "Sequences that can run at once.", attrgetter("capacity")),
+    ("cache_used_ratio", "Share of the cache that is taken.", attrgetter("cache_used")),
+)

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints for one model, over aiohttp: requests in, the engine's text out. No torch."""
+"""OpenAI's endpoints for a model, over aiohttp: requests in, the engine's text out. No torch."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -20,7 +20,7 @@ from twellctl.serving.metrics import Metrics
 from twellctl.serving.openai_requests import parse_chat, parse_completion
 from twellctl.serving.openai_responses import Answer, ChatAnswer, Choice, TextAnswer, Usage
 from twellctl.serving.page import page_response
-from twellctl.serving.plan import Plan, ServedModel, Task, check_name, plan_chat, plan_completion
+from twellctl.serving.plan import Plan, ServedModel, Task, engine_of, plan_chat, plan_completion
 from twellctl.serving.preparing import Preparing
 from twellctl.serving.request_fields import ApiError, request_object
 from twellctl.serving.responses_api import ResponseAnswer, parse_response
@@ -106,7 +106,7 @@ def make_app(
     log: Callable[[str], None] | None = None,
 ) -> web.Application:
     """The application: routes, limits and guards. `log` gets a line a request."""
-    metrics = Metrics(model.engine)
+    metrics = Metrics(model.engines)
     observers = [metrics.count, access_log(log)] if log else [metrics.count]
     endpoints = Endpoints(model, limits, traffic, metrics)
     app = web.Application(
@@ -136,8 +136,8 @@ class Endpoints:
 
     def __init__(self, model: ServedModel, limits: Limits, traffic: Traffic, metrics: Metrics):
         self._model, self._limits, self._traffic = model, limits, traffic
-        self._metrics, self._preparing = metrics, Preparing(model.engine)
-        self._grammars = Grammars(model.guides, model.engine.max_held)
+        self._metrics, self._preparing = metrics, Preparing(list(model.engines))
+        self._grammars = Grammars(model.guides, sum(engine.max_held for engine in model.engines))
 
     async def close(self, app: web.Application) -> None:
         """At the end of the server."""
@@ -152,26 +152,27 @@ class Endpoints:
     async def health(self, http: web.Request) -> web.Response:
         if self._traffic.draining:
             return json_response({"status": "draining"}, status=503)
-        if self._model.engine.stats().failed >= FAILING or self._preparing.stuck:
+        failed = max(engine.stats().failed for engine in self._model.engines)
+        if failed >= FAILING or self._preparing.stuck:
             return json_response({"status": "failing"}, status=503)
         return json_response({"status": "ok"})
 
     async def models(self, http: web.Request) -> web.Response:
-        names = self._model.name, *self._model.names
-        return json_response({"object": "list", "data": [self._entry(name) for name in names]})
+        entries = [self._entry(name) for name in self._model.by_name]
+        return json_response({"object": "list", "data": entries})
 
     async def model(self, http: web.Request) -> web.Response:
-        check_name(self._model, http.match_info["name"])
         return json_response(self._entry(http.match_info["name"]))
 
     def _entry(self, name: str) -> dict[str, Any]:
-        """The model, under one of its names, as /v1/models lists it."""
+        """The model of this name, as /v1/models lists it; 404 if there is none."""
+        engine = engine_of(self._model, name)
         return {
             "id": name,
             "object": "model",
             "created": self._model.created,
             "owned_by": "twellctl",
-            "max_model_len": self._model.engine.context,
+            "max_model_len": engine.context,
             "twell": {"chat": self._model.tokenizer.chat_template is not None},
         }
 
@@ -272,8 +273,8 @@ class Endpoints:
         detokenizer = Detokenizer(self._model.tokenizer, task.continued)
         stops = StopStrings(plan.options.stops)
         how = task.sampling, task.echoed
-        pieces = complete(self._model.engine, detokenizer, stops, task.prompt, *how)
-        pieces = self._metrics.timed(pieces)
+        pieces = complete(plan.engine, detokenizer, stops, task.prompt, *how)
+        pieces = self._metrics.timed(pieces, plan.engine)
         return with_calls(pieces) if plan.calls else pieces
 
     @asynccontextmanager

@@ -23,6 +23,7 @@ class ServedModel:
     """The model, under the name that clients call it by.
 
     `about`: what it runs on and by, for people; a word for each thing, and what there is to say.
+    `beside`: engines of other models with the same tokenizer, each by the names that ask for it.
     """
 
     name: str
@@ -32,7 +33,21 @@ class ServedModel:
     names: tuple[str, ...] = ()  # its other names
     defaults: dict[str, float] = field(default_factory=dict)  # of `openai_requests.DEFAULTS`
     template: dict[str, Any] = field(default_factory=dict)  # what the chat template always knows
+    beside: dict[str, Engine] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def by_name(self) -> dict[str, Engine]:
+        """The engine of each name that a request may give; the first is that of none."""
+        return dict.fromkeys((self.name, *self.names), self.engine) | self.beside
+
+    @cached_property
+    def engines(self) -> dict[Engine, str]:
+        """Each engine once, with its first name."""
+        found: dict[Engine, str] = {}
+        for name, engine in self.by_name.items():
+            found.setdefault(engine, name)
+        return found
 
     @cached_property
     def spelling(self) -> TokenSpelling:
@@ -71,6 +86,7 @@ class Plan:
     tasks: list[Task]
     prompt_tokens: int
     options: Options
+    engine: Engine
     calls: bool = False  # tools may be called
     grammar: Grammar | None = None  # that all choices must follow
 
@@ -80,16 +96,20 @@ class Plan:
         return replace(self, tasks=tasks)
 
 
-def check_name(model: ServedModel, name: str | None) -> None:
-    """404 for any other model than the served one; None is that."""
-    if name not in (None, model.name, *model.names):
-        message = f"no model {json.dumps(name)} here, only {json.dumps(model.name)}"
+def engine_of(model: ServedModel, name: str | None) -> Engine:
+    """Of a model by its name, None: the first; 404 for one that is not served."""
+    if name is None:
+        return model.engine
+    if name not in model.by_name:
+        served = " and ".join(map(json.dumps, model.engines.values()))
+        message = f"no model {json.dumps(name)} here, only {served}"
         raise ApiError(404, message, param="model", code="model_not_found")
+    return model.by_name[name]
 
 
 def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
     """The work of a chat request; raises `ApiError`."""
-    _check(model, request.options, 1)
+    engine = _engine(model, request.options, 1)
     given = model.template | request.template
     if request.calling.tools:
         if not knows_tools(model.tokenizer):
@@ -105,11 +125,11 @@ def plan_chat(model: ServedModel, request: ChatRequest) -> Plan:
         )
     except ValueError as error:
         raise ApiError(400, str(error), param=request.param, code="chat_template") from error
-    prompt = _encoded(model, text, encode_written, request.param)
-    budget = _budget(model.engine, prompt, request.options.max_tokens, None, request.param)
+    prompt = _encoded(model, text, encode_written, engine, request.param)
+    budget = _budget(engine, prompt, request.options.max_tokens, None, request.param)
     tasks = _tasks(0, prompt, [], request.options, budget)
     calls = bool(request.calling.tools)
-    return Plan(tasks, len(prompt), request.options, calls, _grammar(model, request))
+    return Plan(tasks, len(prompt), request.options, engine, calls, _grammar(model, request))
 
 
 def _grammar(model: ServedModel, request: ChatRequest) -> Grammar | None:
@@ -129,17 +149,20 @@ def _grammar(model: ServedModel, request: ChatRequest) -> Grammar | None:
 def plan_completion(model: ServedModel, request: CompletionRequest) -> Plan:
     """The work of a completion request: `n` choices for each of its prompts. Raises `ApiError`."""
     options = request.options
-    _check(model, options, len(request.prompts))
+    engine = _engine(model, options, len(request.prompts))
     tasks: list[Task] = []
     prompt_tokens = 0
     for given in request.prompts:
-        prompt = _encoded(model, given, encode_text, "prompt") if isinstance(given, str) else given
-        budget = _budget(model.engine, prompt, options.max_tokens, COMPLETION_TOKENS, "prompt")
+        prompt = (
+            _encoded(model, given, encode_text, engine, "prompt")
+            if isinstance(given, str)
+            else given
+        )
+        budget = _budget(engine, prompt, options.max_tokens, COMPLETION_TOKENS, "prompt")
         made = _tasks(len(tasks), prompt, prompt, options, budget)
-        vocab_size = model.engine.vocab_size
-        tasks += [_echoed(task, vocab_size) for task in made] if request.echo else made
+        tasks += [_echoed(task, engine.vocab_size) for task in made] if request.echo else made
         prompt_tokens += len(prompt)
-    return Plan(tasks, prompt_tokens, options)
+    return Plan(tasks, prompt_tokens, options, engine)
 
 
 def _echoed(task: Task, vocab_size: int) -> Task:
@@ -157,10 +180,10 @@ def _echoed(task: Task, vocab_size: int) -> Task:
     return Task(task.index, task.prompt, [], sampling, echoed=True)
 
 
-def _check(model: ServedModel, options: Options, num_prompts: int) -> None:
-    """`ApiError` for another model, tokens that it has not, more choices than there is room for."""
-    check_name(model, options.model)
-    engine, wanted = model.engine, num_prompts * options.n
+def _engine(model: ServedModel, options: Options, num_prompts: int) -> Engine:
+    """The one that is asked for; `ApiError` for another model, tokens that it has not, more choices
+    than there is room for."""
+    engine, wanted = engine_of(model, options.model), num_prompts * options.n
     for token, _ in options.sampling.logit_bias:
         if token >= engine.vocab_size:
             raise invalid("logit_bias", f"may only name tokens 0 to {engine.vocab_size - 1}", token)
@@ -168,13 +191,18 @@ def _check(model: ServedModel, options: Options, num_prompts: int) -> None:
         param, what = ("n", "") if num_prompts == 1 else ("prompt", "times n ")
         must = f"{what}must be at most {engine.max_held} (--max-running and --max-waiting together)"
         raise invalid(param, must, wanted)
+    return engine
 
 
 def _encoded(
-    model: ServedModel, text: str, encode: Callable[[Any, str], list[int]], param: str
+    model: ServedModel,
+    text: str,
+    encode: Callable[[Any, str], list[int]],
+    engine: Engine,
+    param: str,
 ) -> list[int]:
     """`text` as tokens; `ApiError` where it is so long that they need not be counted."""
-    context = model.engine.context
+    context = engine.context
     if surely_more(model.tokenizer, text, context, model.longest_token):
         message = f"the model's context is {context} tokens, {param} has far more: no token is left"
         raise ApiError(400, f"{message} for an answer", param=param, code="context_length_exceeded")

@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -28,8 +28,8 @@ class _Stopped(BaseException):
 class Preparing:
     """Two threads at most, one for small bodies, one for large ones. For one event loop."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, engines: Sequence[Engine]):
+        self._engines, self._most = engines, sum(engine.max_held for engine in engines)
         self._small, self._large = _Lane(), _Lane()
         self._num_here = self._num_bytes = 0
 
@@ -41,11 +41,11 @@ class Preparing:
     async def __call__(self, body: bytes, make: Callable[[bytes], Made]) -> Made:
         """`make(body)`, as soon as there is a thread for it.
 
-        `QueueFull` if as many wait as the engine takes. Who is cancelled waits no longer; code that
+        `QueueFull` if as many wait as the engines take. Who is cancelled waits no longer; code that
         runs for him is stopped where it is in Python, and keeps its thread until it has ended.
         """
-        stats = self._engine.stats()
-        full = self._num_here + stats.running + stats.waiting >= self._engine.max_held
+        held = [engine.stats() for engine in self._engines]
+        full = self._num_here + sum(of.running + of.waiting for of in held) >= self._most
         if full or self._num_bytes + len(body) > MOST_BYTES:
             raise QueueFull(f"{self._num_here} prompts wait already: try again later")
         self._num_here, self._num_bytes = self._num_here + 1, self._num_bytes + len(body)

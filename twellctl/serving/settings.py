@@ -13,7 +13,7 @@ class Serving:
         "127.0.0.1", "The address to listen on. Serving other machines requires a key."
     )
     port: int = setting(8000, "The port; 0 takes a free one.", at_least=0, at_most=65535)
-    max_running: int = setting(64, "Most choices that run concurrently.", at_least=1)
+    max_running: int = setting(64, "Most choices of a model that run concurrently.", at_least=1)
     max_waiting: int = setting(256, "Most choices that wait; others get 429.", at_least=1)
     timeout: float = setting(600, "Time limit for one answer, in seconds.", above=0)
     drain: float = setting(
