@@ -20,6 +20,7 @@ from twellctl.generate import generate, load
 from twellctl.models.checkpoint import REPORT_FILE, open_checkpoint
 from twellctl.models.originals import find_original, load_pair
 from twellctl.serve_local import load_served_model, serve_local
+from twellctl.write import write
 
 PROMPTS = ("import os\n\ndef main", "class A:\n    x = 1\n", "# for all\n")
 FITS = {
@@ -161,6 +162,27 @@ def test_names_that_are_taken(fit, silu_llama):
         serve_local(fit, exact=True, original=silu_llama, names=["a", "a-fast"])
 
 
+def test_write_lets_the_original_write(success, fits, silu_llama, tmp_path):
+    rows = [json.dumps({"prompt": f"What is {i}?"}) for i in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    how = {"prompts": tmp_path / "prompts.jsonl", "max_tokens": 20, "batch_size": 4}
+    for name, more in (("drawn", {"seed": 3}), ("greedy", {"temperature": 0})):
+        known, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-exact.jsonl"
+        write(silu_llama, known, **how | more)
+        done = write(fits["4 bits"], out, exact=True, original=silu_llama, **how | more)
+        assert out.read_text() == known.read_text()
+        assert (done.by, done.is_relu) == (str(silu_llama), False)
+    steps = {"prompts": str(how["prompts"]), "exact": True, "original": str(silu_llama)}
+    steps |= {"temperature": 0, "max-tokens": 20, "batch-size": 4}
+    run = {"model": str(fits["fit"]), "out": str(tmp_path / "out"), "write": steps}
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    said, _ = success("run", tmp_path / "run.yaml")
+    parts = (tmp_path / "out" / name for name in ("answers.jsonl", "held-out.jsonl"))
+    lines = "".join(part.read_text() for part in parts).splitlines()
+    assert sorted(lines) == sorted(known.read_text().splitlines())
+    assert f"next: twellctl convert {silu_llama} RELU" in said
+
+
 # ---- what is refused ----
 
 
@@ -182,6 +204,8 @@ def test_a_fit_that_names_no_source(fit):
 def test_an_original_without_exact_answers(refusal, fit, silu_llama):
     with pytest.raises(UsageError, match="is for exact answers: add --exact"):
         load(fit, original=silu_llama)
+    with pytest.raises(UsageError, match="is for exact answers: add --exact"):
+        write(fit, fit / "no.jsonl", prompts=fit / "config.json", original=silu_llama)
     said = refusal("generate", fit, "x", "--original", silu_llama, code=2)
     assert said == f"error: original {silu_llama} is for exact answers: add --exact"
 

@@ -23,6 +23,7 @@ from twellctl.files.workspace import workspace_beside
 from twellctl.models.carried import model_files
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.defaults import context_of
+from twellctl.models.originals import find_original
 from twellctl.report.notebook import Shown
 from twellctl.settings import chosen, flag_name, setting
 from twellctl.text.reading import read_prompts
@@ -73,7 +74,7 @@ class Written(Shown):
     """What is in `out`: the number of `texts`, and about how many `tokens` fine-tuning reads.
 
     `cut` texts reached the limit. The model wrote `drawn` tokens, without the prompts, in `seconds`
-    seconds. `is_relu`: it is a ReLU model.
+    seconds. `by`: its name. `is_relu`: it is a ReLU model.
     """
 
     out: Path
@@ -82,6 +83,7 @@ class Written(Shown):
     tokens: int
     drawn: int
     seconds: float
+    by: str = ""
     is_relu: bool = False
 
 
@@ -102,6 +104,8 @@ def write(
     revision: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     overwrite: bool = False,
+    exact: bool = False,
+    original: str | Path | None = None,
     doing: Callable[[str], None] = lambda text: None,
     progress: Callable[[Going], None] = lambda going: None,
     note: Callable[[str], None] = lambda text: None,
@@ -120,12 +124,14 @@ def write(
     most `batch_size` answers are written at once, or fewer if memory is short. Answers that were
     begun are completed. Lines go to `out` as they are written, and can be used however the run
     ends; the same call again continues. At the end they are put in the order of the prompts' draw.
-    `overwrite` replaces a file of this command, at the first new line. Raises `TwellError`.
+    `overwrite` replaces a file of this command, at the first new line. With `exact` the model that
+    `model` was fitted to writes, which its config.json names, or `original`: the file is the one
+    that it would write by itself. Raises `TwellError`.
     """
     out, how = from_home(out), chosen(Writing, settings)
     _check_out(out, overwrite)
     was_there = out.exists()
-    checkpoint = _opened(model, revision)
+    checkpoint = _opened(model, revision, exact, original)
     asked = read_prompts(prompts)
     made_of = _made_of(checkpoint, prompts, how, chat_template_kwargs)
     # two that write at once would lose each other's lines
@@ -148,7 +154,7 @@ def write(
         _finish(out, workspace)
     if how.temperature == 0 and done.tokens < (how.tokens or 0):
         note("each prompt was answered once: a second greedy answer would be the same")
-    return replace(done, is_relu=checkpoint.activation == "relu")
+    return replace(done, by=checkpoint.name, is_relu=checkpoint.activation == "relu")
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
@@ -169,9 +175,15 @@ def _made_of(
     return digests | settings | {"chat-template-kwargs": template}
 
 
-def _opened(model: str | Path, revision: str | None) -> Checkpoint:
-    """The model; `TwellError` if it cannot write text."""
+def _opened(
+    model: str | Path, revision: str | None, exact: bool, original: str | Path | None
+) -> Checkpoint:
+    """The model that writes; `TwellError` if it cannot write text.
+
+    For exact answers that is the original by itself: so many rows leave a pass no room for drafts.
+    """
     checkpoint = open_checkpoint(model, revision=revision)
+    checkpoint = find_original(checkpoint, exact, original) or checkpoint
     checkpoint.require_tokenizer()
     if checkpoint.is_only_converted:
         raise TwellError(

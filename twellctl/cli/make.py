@@ -17,7 +17,7 @@ from twellctl.cli.command import (
     plot_writer,
     process_rank,
 )
-from twellctl.cli.use import TemplateArguments
+from twellctl.cli.use import Original, TemplateArguments
 from twellctl.errors import TwellError, UsageError
 from twellctl.fitting.settings import Fit
 from twellctl.models.schemes import SCHEMES
@@ -138,6 +138,15 @@ def write(
     prompts: Prompts,
     flags: Annotated[dict, Writing],
     chat_template_kwargs: TemplateArguments = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Let the original of MODEL, a fit, write. Nothing is drafted, for many answers at "
+            "once are faster so.",
+        ),
+    ] = False,
+    original: Original = None,
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -157,13 +166,15 @@ def write(
         prompts=prompts,
         revision=revision,
         chat_template_kwargs=chat_template_kwargs,
+        exact=exact,
+        original=original,
         overwrite=overwrite,
         doing=stage.begin,
         progress=partial(screen.written_so_far, stage),
         note=ui.note,
         **flags,
     )
-    screen.written(done, model)
+    screen.written(done)
 
 
 def finetune(

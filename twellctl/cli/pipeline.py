@@ -50,7 +50,7 @@ _MADE = {
 _HELD_OUT = "held-out.jsonl"  # answers that no model is made from
 _NOT_HERE = ("help", "help-all", "dry-run", "plot", "json", "resume")  # the last two are run's own
 _CHANGING = ("write", "convert", "finetune")  # later steps read what these made
-_MODELS = ("teacher", "reference")  # flags that name what a step reads
+_MODELS = ("teacher", "reference", "original")  # flags that name what a step reads
 _FILES = ("data", "eval-data", "prompts", "tasks", "recipe", "profile", "eval", "bench")
 _REMEDY = "remove it, or name another out"
 

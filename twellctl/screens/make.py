@@ -122,14 +122,14 @@ def written_so_far(stage: ui.Stage, going: Any) -> None:
     stage.report(f"{going.share:.0%}, {speed:.0f} tokens/s", left)
 
 
-def written(done: Any, model: str) -> None:
-    """The answers that `model` wrote (a `Written`), and what comes next."""
+def written(done: Any) -> None:
+    """The answers that a model wrote (a `Written`), and what comes next."""
     ui.say(
         f"{done.out}: {counted(done.texts, 'text')}, {counted(done.tokens, 'token')}, "
         f"{counted(done.cut, 'text')} cut at "
         f"--max-tokens, {done.drawn / done.seconds:.0f} tokens/s"
     )
-    step = f"profile {ui.word(model)}" if done.is_relu else f"convert {ui.word(model)} RELU"
+    step = f"profile {ui.word(done.by)}" if done.is_relu else f"convert {ui.word(done.by)} RELU"
     ui.say(f"next: twellctl {step} --data {ui.word(done.out)}")
 
 
