@@ -104,6 +104,8 @@ class HistoryDecoder:
 class HistoryDrafter:
     """Proposes what a `HistoryDecoder` writes, but for every `wrong`-th position of a sequence."""
 
+    name = "history"
+
     def __init__(self, decoder: HistoryDecoder, num_drafts: int, wrong: int):
         self.decoder, self.most_drafts, self.wrong = decoder, num_drafts, wrong
         self.passes, self.max_rows = 0, None

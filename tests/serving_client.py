@@ -73,6 +73,7 @@ class Scripted:
     """
 
     context, vocab_size, eos_tokens = 256, 512, frozenset({0})
+    drafters = ()
     max_held = 320
 
     def __init__(

@@ -13,6 +13,7 @@ from twellctl.bench.exact import bench_exact
 from twellctl.bench.exact_results import ExactForm, ExactPoint
 from twellctl.bench.settings import ExactSettings
 from twellctl.convert import convert
+from twellctl.decoding.drafted import Drafted
 from twellctl.decoding.rounds import Drafts
 from twellctl.errors import TwellError, UsageError
 
@@ -58,9 +59,10 @@ def test_every_form_answers_as_the_original(fit, prompts, silu_llama):
         assert passes[0] > passes[1] > passes[-1]
         for name in EXACT[1:]:
             form = point["forms"][name]
-            assert 0 < form["kept"] <= form["drafted"]
-            assert form["share_kept"] == form["kept"] / form["drafted"]
-            assert form["tokens_a_pass"] == 1 + form["kept"] / form["passes"] > 1
+            assert 0 < form["kept"]["fit"] <= form["drafted"]["fit"]
+            kept = sum(form["kept"].values())
+            assert form["tokens_a_pass"] == 1 + kept / form["passes"] > 1
+        assert [*point["forms"]["exact, lookup"]["drafted"]] in (["lookup"], [])
     assert one["groups_timed"] == len(one["forms"]["exact"]["rates"]) == 3
     assert two["groups_timed"] == 1  # the second has one prompt
     assert two["forms"]["exact"]["rates"][1] is None
@@ -74,7 +76,7 @@ def test_every_form_answers_as_the_original(fit, prompts, silu_llama):
 def test_drawn_answers_are_the_same(fit, prompts, silu_llama):
     found = bench(fit, prompts, silu_llama, temperature=0.9, seed=7, batches=(2,))
     assert found.wrong == []
-    assert found.points[0].form("exact, 3 drafts").kept > 0
+    assert found.points[0].form("exact, 3 drafts").drafted.num_kept > 0
 
 
 def test_the_command_shows_its_figures_and_writes_them(success, fit, prompts, silu_llama, tmp_path):
@@ -123,9 +125,9 @@ def test_answers_that_differ_are_told(cli, fit, prompts, silu_llama, monkeypatch
 
 def test_groups_that_one_form_could_not_time_do_not_count():
     forms = [
-        ExactForm("original, stable", (5.0, 5.0, 5.0), 0, 9, 0, 0),
-        ExactForm("original", (10.0, None, 20.0), 2, 9, 0, 0),
-        ExactForm("exact", (20.0, 90.0, 50.0), 0, 9, 8, 4),
+        ExactForm("original, stable", (5.0, 5.0, 5.0), 0, Drafted(9)),
+        ExactForm("original", (10.0, None, 20.0), 2, Drafted(9)),
+        ExactForm("exact", (20.0, 90.0, 50.0), 0, Drafted(9)),
     ]
     point = ExactPoint(1, 3, tuple(forms))
     assert point.num_timed == 2

@@ -1,6 +1,7 @@
 """--exact: the answers of a fit's original, from the command to the server, and what is refused."""
 
 import json
+import re
 import shutil
 
 import openai
@@ -74,9 +75,9 @@ def test_answers_are_the_originals(fits, silu_llama, answers, name):
         for how in ({"temperature": 0}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}):
             made = loaded.generate(prompt, max_tokens=20, **how)
             assert made.text() == answers(prompt, max_tokens=20, **how)
-            assert made.figures.tokens_a_pass >= 1
+            assert made.figures.drafted.tokens_a_pass >= 1
     scheduler = loaded.scheduler
-    assert 0 < scheduler.tally.kept < scheduler.tally.drafted
+    assert 0 < scheduler.tally.drafted.num_kept < scheduler.tally.drafted.num_read
 
 
 def test_what_is_equal_is_in_memory_once(fits, silu_llama):
@@ -100,7 +101,7 @@ def test_the_command_says_how_many_tokens_came_of_a_pass(success, fits, silu_lla
     assert success("generate", silu_llama, *words[2:], "--stable")[0] == out
     said = "drafts gain no speed here: transformers' own code (the decode kernels need an NVIDIA"
     assert err[0] == f"{said} GPU)"
-    assert "tokens a pass of the original" in err[-1]
+    assert re.search(r"[1-5]\.\d\d tokens a pass, kept \d+/\d+ of fit$", err[-1])
     assert "neurons fired" not in err[-1]
 
 
@@ -126,8 +127,12 @@ def test_the_server_answers_as_the_original(fits, silu_llama, answers):
         lines = get(client, "/metrics").body.decode().splitlines()
     counts = dict(line.split() for line in lines if line[0] != "#")
     passes, drafted, kept = (
-        float(counts[f'twell_{name}_total{{model="fit"}}'])
-        for name in ("passes", "drafted_tokens", "kept_drafts")
+        float(counts[f"twell_{name}"])
+        for name in (
+            'passes_total{model="fit"}',
+            'drafted_tokens_total{drafter="fit",model="fit"}',
+            'kept_drafts_total{drafter="fit",model="fit"}',
+        )
     )
     assert 0 < kept < drafted < 5 * passes
 

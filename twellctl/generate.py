@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twellctl.decoding.drafted import Drafted
 from twellctl.decoding.engine import WHOLE, EngineError, Sampling, check_gates
 from twellctl.errors import TwellError, UsageError
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
@@ -52,7 +53,7 @@ class Figures:
     `first_seconds` is the time from the prompt to its first token, with the model loaded. `density`
     is the mean share of neurons that fired. `cut`: the answer reached the most tokens without an
     end; `full`: these were what the context left. `is_empty`: it ended before any text.
-    `tokens_a_pass`: how many a pass of the original gave, in exact answers; None in others.
+    `drafted`: what became of the drafts of exact answers; None in others.
     """
 
     prompt_tokens: int
@@ -63,7 +64,7 @@ class Figures:
     cut: bool
     is_empty: bool = False
     full: bool = False
-    tokens_a_pass: float | None = None
+    drafted: Drafted | None = None
 
 
 class NoRoomError(TwellError):
@@ -92,7 +93,7 @@ class Generation:
         self._times: list[float] = []  # of the start, and of each token
         self._ended = False
         self._before = scheduler.fired.copy(), scheduler.generated_tokens
-        self._drafts_before = scheduler.tally.passes, scheduler.tally.kept
+        self._drafted_before = scheduler.tally.drafted.copy()
 
     def __iter__(self) -> Iterator[str]:
         """Raises `TwellError`, when memory runs out for example."""
@@ -129,13 +130,12 @@ class Generation:
             cut=cut,
             is_empty=self._ended and tokens == 1,
             full=cut and self._fills,
-            tokens_a_pass=self._tokens_a_pass(),
+            drafted=self._drafted(),
         )
 
-    def _tokens_a_pass(self) -> float | None:
-        tally, before = self._scheduler.tally, self._drafts_before
-        passes, kept = tally.passes - before[0], tally.kept - before[1]
-        return 1 + kept / passes if passes and tally.has_drafters else None
+    def _drafted(self) -> Drafted | None:
+        tally = self._scheduler.tally
+        return tally.drafted.since(self._drafted_before) if tally.names else None
 
     def _tokens(self) -> Iterator[int]:
         """As they come, without the one that ends the text."""

@@ -59,8 +59,8 @@ def test_tokens_are_those_of_the_model_alone(pair, prompts, kind, drafts):
     known = told(open_scheduler(model, stable=True), prompts, SAMPLINGS[kind])
     scheduler = open_scheduler(model, draft=draft, drafts=Drafts(drafts))
     assert told(scheduler, prompts, SAMPLINGS[kind]) == known
-    assert 0.1 < scheduler.tally.kept / scheduler.tally.drafted < 0.95
-    assert scheduler.tally.passes < scheduler.generated_tokens
+    assert 0.1 < scheduler.tally.drafted.num_kept / scheduler.tally.drafted.num_read < 0.95
+    assert scheduler.tally.drafted.passes < scheduler.generated_tokens
 
 
 def test_who_is_beside_changes_nothing(pair, prompts):
@@ -161,12 +161,12 @@ def test_beside_a_guide_no_drafts_are_made(pair, prompts):
     known = told(open_scheduler(model, stable=True), prompts[:1], guided)
     scheduler = open_scheduler(model, draft=draft, drafts=Drafts(3))
     assert told(scheduler, prompts[:1], guided) == known
-    assert scheduler.tally.drafted == 0
+    assert scheduler.tally.drafted.num_read == 0
     sequences = [Sequence(prompts[0], guided), Sequence(prompts[1], plain)]
     found = all_of(scheduler, sequences)
     assert [found[sequences[0]]] == known
     assert [found[sequences[1]]] == told(open_scheduler(model, stable=True), prompts[1:2], plain)
-    assert scheduler.tally.drafted > 0
+    assert scheduler.tally.drafted.num_read > 0
 
 
 def test_families_with_windows(tiny, prompts):
@@ -176,15 +176,15 @@ def test_families_with_windows(tiny, prompts):
         known = told(open_scheduler(model, stable=True), prompts, Sampling(30, 0))
         scheduler = open_scheduler(model, draft=like_a_fit(model), drafts=Drafts(4))
         assert told(scheduler, prompts, Sampling(30, 0)) == known
-        assert scheduler.tally.kept
+        assert scheduler.tally.drafted.num_kept
 
 
 def test_a_drafter_that_is_always_right_saves_most_passes(tiny, prompts):
     model = tiny(hidden_act="silu")
     scheduler = open_scheduler(model, draft=like_a_fit(model, 0.0), drafts=Drafts(7))
     told(scheduler, prompts[:1], Sampling(65, 0))
-    assert scheduler.tally.kept == scheduler.tally.drafted
-    assert scheduler.tally.passes == 8
+    assert scheduler.tally.drafted.num_kept == scheduler.tally.drafted.num_read
+    assert scheduler.tally.drafted.passes == 8
 
 
 def test_models_without_a_cache_that_can_be_shared_are_refused(tiny):

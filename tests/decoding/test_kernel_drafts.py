@@ -38,7 +38,7 @@ def test_a_fit_drafts_for_its_original(
     assert scheduler.decoder.max_rows == STABLE_ROWS
     assert set(scheduler.decoder.ways(1)) == {"dense"}
     assert run_all(scheduler, prompts, Sampling(12, 0))[0] == known
-    assert 0 < scheduler.tally.kept < scheduler.tally.drafted
+    assert 0 < scheduler.tally.drafted.num_kept < scheduler.tally.drafted.num_read
     for layer, other in zip(model.model.layers, fit.model.layers, strict=True):
         assert layer.self_attn.o_proj.weight is other.self_attn.o_proj.weight
 

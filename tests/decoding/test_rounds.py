@@ -8,6 +8,7 @@ from history_decoder import HistoryDecoder, HistoryDrafter, expected
 from scheduled import all_of, assert_nothing_is_held, tokens_of
 
 from twellctl.decoding.bulk import Bulk
+from twellctl.decoding.drafted import Drafted
 from twellctl.decoding.engine import Sampling, Token
 from twellctl.decoding.pages import PAGE, PagePool
 from twellctl.decoding.rounds import Drafts
@@ -45,6 +46,27 @@ def test_rounds_are_fewer_than_tokens():
     assert tokens_of(all_of(scheduler, [sequence])[sequence]) == expected([1, 2, 3], 41)
     rounds = [call for call in scheduler.decoder.calls if call[0] == "round"]
     assert 10 <= len(rounds) <= 11  # four tokens each, and one that was launched too early
+
+
+def test_tokens_say_who_drafted_them():
+    """Every fifth position is one where the drafter is wrong."""
+    scheduler = scheduler_of(wrong=5)
+    sequence = Sequence([1, 2, 3], Sampling(41, 0))
+    first, *events, _ = all_of(scheduler, [sequence])[sequence]
+    assert first.draft is None
+    drafted = Drafted()
+    for position, token in enumerate(events, len(sequence.tokens) - len(events)):
+        assert token.draft.drafter == "history"
+        assert not (token.draft.kept and position % 5 == 0)
+        drafted.see(token.draft)
+    assert drafted == scheduler.tally.drafted
+    assert drafted.num_kept + drafted.passes == len(events)
+    assert drafted.tokens_a_pass == len(events) / drafted.passes > 2
+    plain = Scheduler(HistoryDecoder(), PagePool(40), 1, frozenset())
+    sequence = Sequence([1, 2, 3], Sampling(9, 0))
+    *events, _ = all_of(plain, [sequence])[sequence]
+    assert {token.draft for token in events} == {None}
+    assert str(plain.tally.drafted) == ""
 
 
 def test_drafts_that_are_all_wrong_change_no_token():

@@ -117,15 +117,12 @@ class _Run:
 
     def _measured(self, name: str, scheduler: Scheduler, batch: int) -> ExactForm:
         list(self._answers(scheduler, batch))
-        tally = scheduler.tally
-        before = tally.passes, tally.drafted, tally.kept
+        before = scheduler.tally.drafted.copy()
         groups, rates = zip(*self._answers(scheduler, batch), strict=True)
-        after = tally.passes, tally.drafted, tally.kept
         answers = [ids for group in groups for ids in group]
         self._known = self._known or answers
         differing = sum(a != b for a, b in zip(answers, self._known, strict=True))
-        counts = (now - then for now, then in zip(after, before, strict=True))
-        return ExactForm(name, rates, differing, *counts)
+        return ExactForm(name, rates, differing, scheduler.tally.drafted.since(before))
 
     def _answers(
         self, scheduler: Scheduler, batch: int

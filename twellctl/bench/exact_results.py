@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any
 
 from twellctl.bench.results import Run
+from twellctl.decoding.drafted import Drafted
 from twellctl.errors import counted
 
 ORIGINAL, STABLE, FIT, EXACT = "original", "original, stable", "fit alone", "exact"
@@ -16,30 +17,17 @@ class ExactForm:
 
     `rates`: tokens a second of each group of prompts that was answered together, None where there
     were too few. `differing`: prompts whose token ids are not those of the stable original.
-    `passes` of the model over a sequence; drafts that these read, and that they `kept`.
     """
 
     name: str
     rates: tuple[float | None, ...]
     differing: int
-    passes: int
-    drafted: int
-    kept: int
+    drafted: Drafted
 
     @property
     def must_agree(self) -> bool:
         """Whether no prompt may differ."""
         return self.name not in (ORIGINAL, FIT)
-
-    @property
-    def tokens_a_pass(self) -> float | None:
-        """None without drafts."""
-        return 1 + self.kept / self.passes if self.drafted else None
-
-    @property
-    def share_kept(self) -> float | None:
-        """Of all drafts; None without any."""
-        return self.kept / self.drafted if self.drafted else None
 
 
 @dataclass(frozen=True)
@@ -98,11 +86,10 @@ class ExactPoint:
             "over_original": median(ratios),
             "over_original_least": min(ratios),
             "over_original_most": max(ratios),
-            "passes": form.passes,
-            "drafted": form.drafted,
-            "kept": form.kept,
-            "tokens_a_pass": form.tokens_a_pass,
-            "share_kept": form.share_kept,
+            "passes": form.drafted.passes,
+            "tokens_a_pass": form.drafted.tokens_a_pass,
+            "drafted": dict(form.drafted.read),
+            "kept": {name: form.drafted.kept[name] for name in form.drafted.read},
             "differing": form.differing,
             "rates": list(form.rates),
         }

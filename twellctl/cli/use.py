@@ -133,7 +133,8 @@ def generate(
     """Continue or answer a prompt.
 
     The text is streamed to stdout. Tokens/s and, for a ReLU model, the share of neurons that fired
-    go to stderr; with --exact, how many tokens came of a pass of the original.
+    go to stderr; with --exact, how many tokens a pass of the original gave, and how many drafts
+    were kept.
     """
     ui.doing(f"loading {model}")
     from twellctl.generate import generate as run

@@ -43,6 +43,7 @@ class DecodeEngine:
         self.vocab_size = scheduler.decoder.vocab_size
         self.max_held = scheduler.max_running + max_waiting
         self.eos_tokens = scheduler.eos_tokens
+        self.drafters = scheduler.tally.names
         # of a KernelDecoder; None of others
         self.screens = getattr(scheduler.decoder, "screens", None)
         self.plan = getattr(scheduler.decoder, "plan", None)
@@ -78,9 +79,7 @@ class DecodeEngine:
             cache_used=1 - pool.free / pool.capacity,
             densities=tuple((scheduler.fired / generated).tolist()) if generated else (),
             failed=scheduler.failed,
-            passes=scheduler.tally.passes,
-            drafted=scheduler.tally.drafted,
-            kept_drafts=scheduler.tally.kept,
+            drafted=scheduler.tally.drafted.copy(),
         )
 
     def close(self) -> None:

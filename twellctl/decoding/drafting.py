@@ -23,6 +23,8 @@ MOST_DRAFTS = 7  # with the row's input they are an octet, which the kernels rea
 class ModelDrafter:
     """A `Drafter` (rounds.py): what `decoder` writes. It is attached to the cache of the rounds."""
 
+    name = "fit"
+
     def __init__(self, decoder: Decoder, max_rows: int, most_drafts: int = MOST_DRAFTS):
         self.most_drafts = most_drafts
         self.max_rows: int | None = min(max_rows, decoder.max_rows or max_rows)

@@ -1,9 +1,10 @@
 """What the engine is to those above it: tokens in, tokens out. No torch, no text."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from twellctl.decoding.drafted import Draft, Drafted
 from twellctl.errors import UsageError
 
 MAX_TOP_LOGPROBS = 20
@@ -52,6 +53,8 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and theirs, likeliest first
     # share of the neurons that fired in each gated FFN, in the pass that led to this token
     densities: tuple[float, ...] | None = None
+    # None: its round had no drafts. They change no token, nor what it comes with
+    draft: Draft | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,7 @@ class EngineStats:
     cache_used: float  # share of the cache's room that is taken, 0 to 1
     densities: tuple[float, ...]  # mean share that fired, by gated FFN; empty before the first
     failed: int = 0  # generations since the last token that failed, by no fault of their clients
-    # passes of the model over a sequence after its prompt, drafts that they read, those it kept
-    passes: int = 0
-    drafted: int = 0
-    kept_drafts: int = 0
+    drafted: Drafted = field(default_factory=Drafted)
 
 
 class EngineError(Exception):
@@ -98,6 +98,7 @@ class Engine(Protocol):
     context: int
     vocab_size: int
     max_held: int  # sequences that can run and wait at once
+    drafters: tuple[str, ...]  # the names of those that draft for it
     eos_tokens: frozenset[int]
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Token, None]:

@@ -24,6 +24,7 @@ _COMPARED = 3  # by the host
 class LookupDrafter:
     """A `Drafter` (rounds.py) that knows the tokens of `max_rows` rows, up to `context` of each."""
 
+    name = "lookup"
     max_rows: int | None = None
 
     def __init__(

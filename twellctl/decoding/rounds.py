@@ -33,6 +33,7 @@ class Drafts(NamedTuple):
 class Drafter(Protocol):
     """What proposes the tokens of a round. It may have passes of its own over the same cache."""
 
+    name: str
     most_drafts: int  # of a row and round
     max_rows: int | None  # of a round with drafts; None: any number
 

@@ -13,6 +13,7 @@ import operator
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.batch import Batch
 from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.drafted import Draft
 from twellctl.decoding.engine import EngineError, GuideError, OutOfMemory, Sampling, Token
 from twellctl.decoding.pages import PagePool, pages_for
 from twellctl.decoding.rounds import (
@@ -208,13 +210,22 @@ class Scheduler:
             return
         for sequence in rows:
             sequence.launched -= 1
-        self.tally.count(launched, records, rows)
-        self._append(records, rows, events)
+        drafted = self.tally.count(launched, records, rows)
+        self._append(records, rows, events, drafted)
 
-    def _append(self, records: np.ndarray, rows: list[Sequence], events: list[Event]) -> None:
-        """Give the tokens of `records` `[rows, tokens, width]` to the sequences that go on."""
+    def _append(
+        self,
+        records: np.ndarray,
+        rows: list[Sequence],
+        events: list[Event],
+        drafted: Tokens[list[Draft] | None] | None = None,
+    ) -> None:
+        """Give the tokens of `records` `[rows, tokens, width]` to the sequences that go on;
+        `drafted`: what is said of the tokens of each row (`Tally.count`)."""
         taken = []
-        for sequence, chosen, of_row in zip(rows, chosen_in(records), records, strict=True):
+        drafted = drafted or [None] * len(rows)
+        each = zip(rows, chosen_in(records), records, drafted, strict=True)
+        for sequence, chosen, of_row, drafts in each:
             if sequence.gone:
                 continue
             before = len(sequence.tokens)
@@ -222,7 +233,7 @@ class Scheduler:
             self.tally.look_up(sequence, before)
             used = of_row if len(of_row) == 1 else of_row[of_row[:, 0] != NOT_KEPT]
             taken.append(used[: len(new)])
-            self._report(sequence, taken[-1], events)
+            self._report(sequence, taken[-1], events, drafts)
             if is_broken:
                 self._end(sequence, events, EngineError(NO_NUMBERS))
             elif sequence.has_ended(self.eos_tokens):
@@ -230,10 +241,16 @@ class Scheduler:
         if taken:
             self.fired += self._batch.record.shares(np.concatenate(taken)).sum(0)
 
-    def _report(self, sequence: Sequence, records: np.ndarray, events: list[Event]) -> None:
+    def _report(
+        self,
+        sequence: Sequence,
+        records: np.ndarray,
+        events: list[Event],
+        drafts: list[Draft] | None,
+    ) -> None:
         """The sequence's new tokens, `records` `[tokens, width]`, until one is wrong."""
-        for record in records:
-            token = self._batch.record.token(record, sequence.sampling)
+        for record, draft in zip(records, drafts or repeat(None), strict=False):
+            token = self._batch.record.token(record, sequence.sampling, draft)
             if token is None:
                 self._end(sequence, events, EngineError(NO_NUMBERS))
                 return

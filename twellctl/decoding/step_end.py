@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_spec import CHOOSE_BLOCK
+from twellctl.decoding.drafted import Draft
 from twellctl.decoding.engine import MAX_TOP_LOGPROBS, Sampling, Token
 from twellctl.decoding.rounds import NO_TOKEN, NOT_KEPT, kept
 from twellctl.decoding.sampler import Field, Variant, choose, cut, log_probabilities
@@ -46,7 +47,9 @@ class Record:
         own = np.asarray(self.neurons, np.float64) - self._mapped
         return np.maximum(records[..., self.fired] - self._mapped, 0) / own
 
-    def token(self, record: np.ndarray, sampling: Sampling) -> Token | None:
+    def token(
+        self, record: np.ndarray, sampling: Sampling, draft: Draft | None = None
+    ) -> Token | None:
         """The token of one record, with what `sampling` wants to know; None for what is no number.
 
         That is a logit of NaN, and a log-probability where a logit is infinite.
@@ -56,13 +59,13 @@ class Record:
             return None
         densities = tuple(self.shares(record).tolist()) if sampling.densities else None
         if sampling.top_logprobs is None:
-            return Token(token, densities=densities)
+            return Token(token, densities=densities, draft=draft)
         floats: np.ndarray = record.view(np.float32)
         logprob = float(floats[self.logprob])
         if math.isnan(logprob):
             return None
         top = zip(record[self.top_ids].tolist(), floats[self.top_logprobs].tolist(), strict=True)
-        return Token(token, logprob, tuple(top)[: sampling.top_logprobs], densities)
+        return Token(token, logprob, tuple(top)[: sampling.top_logprobs], densities, draft)
 
 
 class StepEnd:

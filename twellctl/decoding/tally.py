@@ -4,6 +4,7 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 
+from twellctl.decoding.drafted import Draft, Drafted
 from twellctl.decoding.lookup import LookupDrafter, Repeats
 from twellctl.decoding.pace import Pace
 from twellctl.decoding.rounds import NOT_KEPT, Drafter, Drafts, Round
@@ -12,14 +13,11 @@ from twellctl.decoding.sequence import Sequence
 
 class Tally:
     """Of rounds that `drafters` draft for. `fixed`: their drafts, if there is room; None: as many
-    as pay (pace.py).
-
-    `passes` of the model over a sequence in rounds; drafts that these read, and that they `kept`.
-    """
+    as pay (pace.py)."""
 
     def __init__(self, drafters: Rows[Drafter], fixed: Drafts | None):
-        self.has_drafters = bool(drafters)
-        self.passes = self.drafted = self.kept = 0
+        self.names = tuple(drafter.name for drafter in drafters)
+        self.drafted = Drafted()
         self._pace = Pace(fixed)
         looking = (i for i, each in enumerate(drafters) if isinstance(each, LookupDrafter))
         self._lookup = next(looking, None)
@@ -28,22 +26,30 @@ class Tally:
         """For a round of `rows`, up to `most` of each drafter; none: no drafts."""
         return self._pace.choose([sequence.agreements for sequence in rows], most)
 
-    def count(self, launched: Round, records: np.ndarray, rows: Rows[Sequence]) -> None:
+    def count(
+        self, launched: Round, records: np.ndarray, rows: Rows[Sequence]
+    ) -> list[list[Draft] | None]:
         """Note how long a round took and what became of its drafts, before its `rows` get what is
-        in its `records`."""
+        in its `records`. Returns what to say so of the tokens of each row; None: nothing."""
         drafts = launched.drafts
-        if self.has_drafters:
+        if self.names:
             self._pace.see(len(rows), drafts, launched.seconds)
         kept = (records[..., 0] != NOT_KEPT).sum(1) - 1
-        for sequence, count in zip(rows, kept.tolist(), strict=True):
-            if sequence.gone:
-                continue
-            offered = sequence.num_drafts(drafts.num)
-            if drafts.drafter != self._lookup:
-                self._pace.agreed(sequence.agreements, drafts.drafter, offered, count)
-            self.passes += 1
-            self.drafted += offered
-            self.kept += count
+        counted = zip(rows, kept.tolist(), strict=True)
+        return [self._counted(drafts, sequence, count) for sequence, count in counted]
+
+    def _counted(self, drafts: Drafts, sequence: Sequence, kept: int) -> list[Draft] | None:
+        if sequence.gone:
+            return None
+        read = sequence.num_drafts(drafts.num)
+        if drafts.drafter != self._lookup:
+            self._pace.agreed(sequence.agreements, drafts.drafter, read, kept)
+        self.drafted.passes += 1
+        if not read:
+            return None
+        name = self.names[drafts.drafter]
+        self.drafted.add(name, read, kept)
+        return [Draft(name, 0 if i else read, i < kept) for i in range(kept + 1)]
 
     def look_up(self, sequence: Sequence, before: int) -> None:
         """Note which of the tokens from `before` on its text would have told, whoever drafted."""

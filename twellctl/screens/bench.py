@@ -92,7 +92,8 @@ def drafted(found: Any) -> None:
     _benched_on(found.facts)
     for point in found.points:
         _exact_table(point)
-    ui.say("a pass: tokens for each pass of the original over a sequence; kept: of all drafts")
+    ui.say("a pass: tokens for each pass of the original over a sequence")
+    ui.say("of fit, of lookup: which share of their drafts was kept")
     prompts = found.points[0].prompts
     ui.say(f"differ: of {prompts} prompts, those with other tokens than the original with --stable")
     for text in found.sentences:
@@ -100,6 +101,7 @@ def drafted(found: Any) -> None:
 
 
 def _exact_table(point: Any) -> None:
+    drafters = sorted({name for form in point.forms for name in form.drafted.read})
     columns = [
         "",
         "tokens/s",
@@ -108,7 +110,7 @@ def _exact_table(point: Any) -> None:
         "over original",
         "least",
         "a pass",
-        "kept",
+        *(f"of {drafter}" for drafter in drafters),
         "differ",
     ]
     rows = []
@@ -116,9 +118,11 @@ def _exact_table(point: Any) -> None:
         rates, ratios = point.rates(form), point.ratios(form)
         figures = [f"{rate:.4g}" for rate in (median(rates), min(rates), max(rates))]
         figures += [f"{ratio:.2f}x" for ratio in (median(ratios), min(ratios))]
-        figures += ["", ""]
-        if form.drafted:
-            figures[-2:] = [f"{form.tokens_a_pass:.2f}", f"{form.share_kept:.1%}"]
+        a_pass, read = form.drafted.tokens_a_pass, form.drafted.read
+        figures.append("" if a_pass is None else f"{a_pass:.2f}")
+        for drafter in drafters:
+            share = form.drafted.kept[drafter] / read[drafter] if read[drafter] else None
+            figures.append("" if share is None else f"{share:.1%}")
         rows.append([form.name, *figures, str(form.differing)])
     of = "prompts" if point.batch == 1 else f"groups of {point.batch} prompts"
     ui.table(f"batch {point.batch}; medians of {point.num_timed} {of}", columns, rows)

@@ -27,8 +27,8 @@ def generated(figures: Any) -> None:
     parts.append(f"the first after {figures.first_seconds:.2f} s")
     if figures.tokens_per_second is not None:
         parts.append(f"then {figures.tokens_per_second:.1f} tokens/s")
-    if figures.tokens_a_pass is not None:
-        parts.append(f"{figures.tokens_a_pass:.2f} tokens a pass of the original")
+    if figures.drafted is not None:
+        parts.append(str(figures.drafted) or "no drafts")
     if figures.density is not None:
         parts.append(f"{figures.density:.2%} of the neurons fired")
     if figures.cut:

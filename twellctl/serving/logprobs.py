@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms, with single tokens as text and bytes; our densities.
+"""Log-probabilities in OpenAI's two forms, with single tokens as text and bytes; our own fields.
 
 No torch, no HTTP.
 """
@@ -131,10 +131,14 @@ def _finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, _LEAST)
 
 
-def densities(tokens: Sequence[PlacedToken]) -> list[list[float]]:
-    """Share of each layer's neurons that fired, `[tokens of the text, layers]`, to six places."""
-    seen = (placed.token for placed in tokens if not placed.unseen)
-    return [[round(share, 6) for share in token.densities or ()] for token in seen]
+def densities(tokens: Sequence[Token]) -> list[list[float]]:
+    """Share of each layer's neurons that fired, `[tokens, layers]`, to six places."""
+    return [[round(share, 6) for share in token.densities or ()] for token in tokens]
+
+
+def drafters(tokens: Sequence[Token]) -> list[str | None]:
+    """Who drafted each token; None: the model wrote it in a pass of its own."""
+    return [token.draft.drafter if token.draft and token.draft.kept else None for token in tokens]
 
 
 def _name(spelling: Spelling) -> str:

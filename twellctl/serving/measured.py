@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from twellctl.decoding.drafted import Drafted
 from twellctl.errors import bounded, printable
 from twellctl.serving.http_errors import as_api_error
 
@@ -30,6 +31,7 @@ class Measured:
     failed_with: int | None = None  # the status that came too late to be sent
     prompt_tokens: int | None = None  # None: there was no prompt, or none that could be read
     new_tokens: int = 0  # of all choices, also when no client took them
+    drafted: Drafted = field(default_factory=Drafted)  # of all choices
 
 
 Observer = Callable[[web.Request, Measured], None]
@@ -74,7 +76,8 @@ def access_log(write: Callable[[str], None]) -> Observer:
     """An observer that gives `write` a line for each request.
 
     `TIME CLIENT METHOD PATH STATUS READ+WRITTEN tokens MILLISECONDS ms`, a `-` for the tokens of
-    what has none. The query is left out: it may hold what a client should have sent as a header.
+    what has none, and what became of drafts, if there were any. The query is left out: it may hold
+    what a client should have sent as a header.
     """
 
     def observe(http: web.Request, measured: Measured) -> None:
@@ -84,6 +87,8 @@ def access_log(write: Callable[[str], None]) -> Observer:
         tokens = "-"
         if measured.prompt_tokens is not None:
             tokens = f"{measured.prompt_tokens}+{measured.new_tokens} tokens"
-        write(f"{when} {asked} {measured.status} {tokens} {1000 * measured.seconds:.0f} ms")
+        drafted = f", {measured.drafted}" if measured.drafted.num_read else ""
+        took = f"{1000 * measured.seconds:.0f} ms"
+        write(f"{when} {asked} {measured.status} {tokens} {took}{drafted}")
 
     return observe

@@ -62,9 +62,10 @@ class Metrics:
     async def timed(
         self, pieces: AsyncGenerator[Piece, None], engine: Engine
     ) -> AsyncGenerator[Piece, None]:
-        """The same pieces of one choice of `engine`; its tokens, and when they came, are noted."""
+        """The same pieces of one choice of `engine`; its tokens, and when they came, are noted, and
+        what became of drafts."""
         measured, model = current(), self._models[engine]
-        before, num_tokens = measured.began, 0
+        before, num_tokens, num_seen = measured.began, 0, 0
         async with aclosing(pieces):
             async for piece in pieces:
                 if piece.num_tokens > num_tokens:
@@ -73,6 +74,10 @@ class Metrics:
                     seconds.labels(model).observe(now - before)
                     measured.new_tokens += piece.num_tokens - num_tokens
                     before, num_tokens = now, piece.num_tokens
+                for placed in piece.tokens:
+                    if num_seen:  # the first came of the prompt
+                        measured.drafted.see(placed.token.draft)
+                    num_seen += 1
                 yield piece
 
 
@@ -88,6 +93,12 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"twell_{name}", about, labels=["model"])
             for model, stats in found.items():
                 counter.add_metric([model], value(stats))
+            yield counter
+        for name, about, counts in _DRAFTS:
+            counter = CounterMetricFamily(f"twell_{name}", about, labels=["model", "drafter"])
+            for engine, model in self._engines.items():
+                for drafter in engine.drafters:
+                    counter.add_metric([model, drafter], counts(found[model])[drafter])
             yield counter
         for name, about, value in _GAUGES:
             gauge = GaugeMetricFamily(f"twell_{name}", about, labels=["model"])
@@ -107,9 +118,11 @@ _Read: TypeAlias = tuple[str, str, Callable[[EngineStats], float]]
 _COUNTERS: tuple[_Read, ...] = (
     ("prompt_tokens", "Tokens of prompts.", attrgetter("prompt_tokens")),
     ("generated_tokens", "Tokens generated.", attrgetter("generated_tokens")),
-    ("passes", "Passes over a sequence after its prompt.", attrgetter("passes")),
-    ("drafted_tokens", "Drafts that these passes read.", attrgetter("drafted")),
-    ("kept_drafts", "Drafts that were kept.", attrgetter("kept_drafts")),
+    ("passes", "Passes over a sequence after its prompt.", attrgetter("drafted.passes")),
+)
+_DRAFTS = (
+    ("drafted_tokens", "Drafts that passes read.", attrgetter("drafted.read")),
+    ("kept_drafts", "Drafts that were kept.", attrgetter("drafted.kept")),
 )
 _GAUGES: tuple[_Read, ...] = (
     ("sequences_running", "Sequences being continued.", attrgetter("running")),

@@ -31,8 +31,9 @@ MAX_STOPS, MAX_STOP = 64, 1000  # texts, characters of one
 MAX_BIASES = 1024
 
 _COMMON = {"model", "n", "seed", "stop", "stream", "stream_options", "temperature", "logit_bias"}
-_COMMON |= {"max_tokens", "max_completion_tokens", "min_p", "top_k", "top_p", "twell_densities"}
+_COMMON |= {"max_tokens", "max_completion_tokens", "min_p", "top_k", "top_p"}
 _COMMON |= {"frequency_penalty", "presence_penalty", "repetition_penalty"}
+_COMMON |= {"twell_densities", "twell_drafters"}
 # Parameters that change no text: labels, and hints to caches, by OpenAI's and others' word.
 _LABELS = {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
 _LABELS |= {"cache_prompt", "id_slot", "keep_alive", "request_id", "service_tier", "store"}
@@ -75,7 +76,10 @@ DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetit
 
 @dataclass(frozen=True)
 class Options:
-    """What chat and completion requests share; the defaults are the server's."""
+    """What chat and completion requests share; the defaults are the server's.
+
+    `drafters`: a stream says of each token who drafted it.
+    """
 
     model: str | None  # None: the one that is served
     max_tokens: int | None
@@ -84,6 +88,7 @@ class Options:
     n: int
     stream: bool
     include_usage: bool
+    drafters: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,7 @@ def _options(
         whole(body, "n", 1, at_least=1, at_most=MAX_CHOICES),
         flag(body, "stream"),
         _include_usage(body),
+        _only_streamed(body, "twell_drafters"),
     )
 
 

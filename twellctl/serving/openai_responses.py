@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twellctl.serving.completion import Call, Piece, PlacedToken
-from twellctl.serving.logprobs import TokenSpelling, chat_logprobs, densities, text_logprobs
+from twellctl.serving.logprobs import (
+    TokenSpelling,
+    chat_logprobs,
+    densities,
+    drafters,
+    text_logprobs,
+)
 from twellctl.serving.openai_requests import Options
 
 
@@ -92,9 +98,19 @@ class Answer:
     ) -> dict[str, Any]:
         choice = self._choice(index, text, finish_reason, tokens or None)
         chunk = self._body(self.chunk_object, [choice])
-        if self.options.sampling.densities and (shares := densities(tokens)):
-            chunk["twell"] = {"densities": shares}
+        if found := self._of_tokens(tokens):
+            chunk["twell"] = found
         return chunk
+
+    def _of_tokens(self, tokens: Sequence[PlacedToken]) -> dict[str, list]:
+        """What a stream says of its tokens beyond OpenAI's fields; each list has one item a token
+        of the text."""
+        wanted = {
+            "densities": densities if self.options.sampling.densities else None,
+            "drafters": drafters if self.options.drafters else None,
+        }
+        seen = [placed.token for placed in tokens if not placed.unseen]
+        return {name: of(seen) for name, of in wanted.items() if of and seen}
 
     def _choice(
         self,

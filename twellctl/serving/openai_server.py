@@ -173,7 +173,10 @@ class Endpoints:
             "created": self._model.created,
             "owned_by": "twellctl",
             "max_model_len": engine.context,
-            "twell": {"chat": self._model.tokenizer.chat_template is not None},
+            "twell": {
+                "chat": self._model.tokenizer.chat_template is not None,
+                "drafters": list(engine.drafters),
+            },
         }
 
     async def answer(
@@ -261,13 +264,15 @@ class Endpoints:
     async def _pieces(self, plan: Plan) -> AsyncGenerator[tuple[int, Piece], None]:
         """(index of the choice, piece) of all choices, as they come.
 
-        When they come faster than they are taken, several of a choice are one.
+        When they come faster than they are taken, several of a choice are one, but where each is to
+        be told apart.
         """
         streams = together([self._timed(task, plan) for task in plan.tasks])
         async with aclosing(streams):
             async for given in streams:
                 for index, pieces in given.items():
-                    yield index, joined(pieces)
+                    for piece in pieces if plan.options.drafters else [joined(pieces)]:
+                        yield index, piece
 
     def _timed(self, task: Task, plan: Plan) -> AsyncGenerator[Piece, None]:
         detokenizer = Detokenizer(self._model.tokenizer, task.continued)

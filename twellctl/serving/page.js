@@ -1,7 +1,8 @@
 // ---- what all of it uses ----
 
 const turns = [];           // of the conversation: {text, answer, question: its element}
-let model = null;           // {id, max_model_len, twell: {chat}}
+let models = [];            // {id, max_model_len, twell: {chat, drafters}}
+let model = null;           // the one of them that answers
 let controller = null;      // of the answer that is being written
 let drawn = true;           // nothing has changed since it was drawn
 
@@ -57,16 +58,16 @@ async function* events(response) {
 
 async function connect() {
   try {
-    [model] = (await (await ask("/v1/models")).json()).data;
+    models = (await (await ask("/v1/models")).json()).data;
   } catch (error) {
     at("model").textContent = "not connected";
     return fail(error);
   }
   fail(null);
+  at("name").replaceChildren(...models.map(({ id }) => element("option", "", id)));
+  at("name-field").hidden = models.length < 2;
+  use(models[0]);
   const { chat } = model.twell;
-  at("model").textContent = model.id;
-  document.title = `${model.id} · twellctl`;
-  at("max-tokens").max = model.max_model_len;
   at("max-tokens").value = Math.min(512, model.max_model_len >> 1);
   at("system-field").hidden = !chat;
   at("fresh").textContent = chat ? "New chat" : "Clear";
@@ -74,6 +75,14 @@ async function connect() {
   at("example").textContent = chat ? "Explain binary search, with code in Python." : "Once upon a time";
   at("example").hidden = false;
   if (!turns.length) restore();
+}
+
+function use(one) {
+  model = one;
+  at("name").value = at("model").textContent = model.id;
+  document.title = `${model.id} · twellctl`;
+  at("max-tokens").max = model.max_model_len;
+  at("marks-field").hidden = !models.some(({ twell }) => twell.drafters.length);
 }
 
 function fail(error) {
@@ -93,6 +102,7 @@ function request() {  // of the last turn, whose answer is still empty
   const number = (id) => Number.isNaN(at(id).valueAsNumber) ? null : at(id).valueAsNumber;
   const common = {
     model: model.id, stream: true, stream_options: { include_usage: true }, twell_densities: true,
+    twell_drafters: true,
     temperature: number("temperature"), top_p: number("top-p"), seed: number("seed"),
     max_tokens: number("max-tokens"),
   };
@@ -159,13 +169,14 @@ async function read(answer) {
     for (const choice of event.choices) {
       answer.reason = choice.finish_reason ?? answer.reason;
       const text = choice.delta ? choice.delta.content ?? "" : choice.text;
-      if (text || event.twell) add(answer, text, event.twell?.densities ?? []);
+      if (text || event.twell) add(answer, text, event.twell);
     }
   }
 }
 
-function add(answer, text, densities) {
-  const piece = { text, densities, start: answer.text.length, first: answer.tokens.length };
+function add(answer, text, { densities = [], drafters = [] } = {}) {
+  densities = densities.filter((shares) => shares.length);  // a model without gates has none
+  const piece = { text, densities, drafters, start: answer.text.length, first: answer.tokens.length };
   answer.text += text;
   answer.pieces.push(piece);
   answer.times.push(performance.now());
@@ -224,6 +235,11 @@ function appendTokens({ pieces, text }, parent, from, to) {  // a span for what 
     const piece = pieces[pieceAt(pieces, from)];
     const end = Math.min(to, piece.start + piece.text.length);
     const span = element("span", "token", text.slice(from, end));
+    const drafter = piece.drafters.find(Boolean);
+    if (drafter) {
+      span.classList.add("drafted", drafter);
+      span.title = `drafted by ${drafter}`;
+    }
     span.first = piece.first;
     parent.append(span);
     from = end;
@@ -266,10 +282,19 @@ function summary(answer) {
   const caption = [`${count} ${count === 1 ? "token" : "tokens"}`];
   if (last > first) caption.push(`${(1000 * (count - 1) / (last - first)).toFixed(1)} tokens/s`);
   if (answer.tokens.length) caption.push(`${percent(meanOf(answer))} of the neurons fired`);
+  const drafted = draftedBy(answer);
+  if (drafted) caption.push(drafted);
   const ends = { length: "cut at max tokens", stopped: "stopped", failed: "broken off" };
   if (ends[answer.reason]) caption.push(ends[answer.reason]);
   else if (!answer.text) caption.push("the model ended its answer at once");
   return caption.join(" · ");
+}
+
+function draftedBy({ pieces }) {
+  const counts = {}, all = pieces.flatMap(({ drafters }) => drafters).filter(Boolean);
+  for (const name of all) counts[name] = (counts[name] ?? 0) + 1;
+  const parts = Object.entries(counts).map(([name, count]) => `${count} by ${name}`);
+  return all.length && `${all.length} drafted (${parts.join(", ")})`;
 }
 
 function follow(change) {  // stay at the end of the text if that is what is seen
@@ -292,6 +317,7 @@ function busy(is) {
 
 const CHAT = "twellctl.chat", KEY = "twellctl.key";
 const SETTINGS = ["system", "temperature", "top-p", "seed", "max-tokens"];
+const MARKS = "twellctl.marks";
 
 function save() {
   if (!model) return;
@@ -299,7 +325,7 @@ function save() {
     model: model.id, chat: model.twell.chat,
     settings: Object.fromEntries(SETTINGS.map((id) => [id, at(id).value])),
     turns: turns.map(({ text, answer }) => ({ text, caption: answer.caption, pieces: answer.pieces.map(
-      (piece) => [piece.text, densities(piece)]) })),
+      (piece) => [piece.text, { densities: densities(piece), drafters: piece.drafters }]) })),
   });
   const rounded = ({ densities }) => densities.map((all) => all.map((share) => +share.toFixed(5)));
   for (const densities of [rounded, () => []]) {  // without them where they are too much
@@ -320,11 +346,13 @@ function restore() {
 }
 
 function takeUp(kept) {
-  if (kept?.model !== model.id || kept.chat !== model.twell.chat) return;
+  const one = models.find(({ id }) => id === kept?.model);
+  if (!one || kept.chat !== one.twell.chat) return;
+  use(one);
   for (const id of SETTINGS) at(id).value = kept.settings[id];
   for (const { text, caption, pieces } of kept.turns) {
     const { answer } = addTurn(text);
-    for (const [piece, densities] of pieces) add(answer, piece, densities);
+    for (const [piece, ofTokens] of pieces) add(answer, piece, ofTokens);
     end(answer, caption ?? `${answer.tokens.length} tokens · broken off`);
   }
   drawNow();  // the chart takes room
@@ -338,6 +366,11 @@ window.addEventListener("pagehide", () => save());
 function openSettings(open) {
   at("settings").hidden = !open;
   at("open").setAttribute("aria-expanded", open);
+}
+
+function mark() {
+  document.body.classList.toggle("marked", at("marks").checked);
+  sessionStorage.setItem(MARKS, at("marks").checked);
 }
 
 function fit() {  // the prompt is as high as its text
@@ -364,6 +397,8 @@ at("example").addEventListener("click", () => {
   at("composer").requestSubmit();
 });
 at("stop").addEventListener("click", () => controller?.abort());
+at("name").addEventListener("change", () => use(models[at("name").selectedIndex]));
+at("marks").addEventListener("change", mark);
 at("open").addEventListener("click", () => openSettings(at("settings").hidden));
 at("fresh").addEventListener("click", () => {
   controller?.abort();
@@ -388,4 +423,6 @@ document.addEventListener("keydown", (event) => {
 
 at("key").value = sessionStorage.getItem(KEY) ?? "";
 at("key-field").hidden = !at("key").value;
+at("marks").checked = sessionStorage.getItem(MARKS) !== "false";
+mark();
 connect();
