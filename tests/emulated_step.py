@@ -134,7 +134,8 @@ class Model:
             if self.kind == "bf16":
                 screen = [t.data_ptr() for t in self.screens[len(rows)]]
             both = (self.N - self.mapped) << 32 | self.window
-            rows.append([*pointers[:places], *screen, both, *pointers[places:]])
+            row = [*pointers[:places], *screen, both, *pointers[places:]]
+            rows.append([*row, *[0] * (len(row) % 2)])
         return torch.tensor(rows, dtype=torch.int64)
 
     @cached_property
@@ -207,6 +208,7 @@ def emulate(
                 "epoch": epoch,
                 "counts": counts[i],
                 "logits": logits[i],
+                "stamps": None,
             },
             SMEM_BYTES,
             at_once=blocks,

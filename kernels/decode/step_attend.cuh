@@ -16,6 +16,7 @@
 namespace {
 
 constexpr int kWholeBatches = 2;  // a warp's, of a head that has no parts
+constexpr int kFetchedBatches = 4;  // a warp's, that are in L2 before they are read
 
 struct Attention : Products {
     using Products::Products;
@@ -60,14 +61,21 @@ struct Attention : Products {
         return true;
     }
 
-    // Keys and values of the warp's first batch, into L2.
+    // Keys and values of the warp's first batches, into L2.
     template <int DIM>
     __device__ __forceinline__ void fetch_cached(const Layer& layer) const {
         const Attend& a = own_attend();
-        const int lane = thread() % 32;
-        if (a.first > a.range.last || lane * 64 >= Shape<DIM>::BATCH * DIM) return;
-        prefetch_into_l2(layer.keys + a.first_place + lane * 64);
-        prefetch_into_l2(layer.values + a.first_place + lane * 64);
+        const int lane = thread() % 32, last = a.range.last;
+        if (lane * 64 >= Shape<DIM>::BATCH * DIM) return;
+#pragma unroll 1
+        for (int i = 0, batch = a.first; i < kFetchedBatches && batch <= last;
+             ++i, batch += a.step) {
+            const long long from =
+                i == 0 ? a.first_place
+                       : place<DIM>(page_of<DIM>(last, batch), a.kv, batch * Shape<DIM>::BATCH);
+            prefetch_into_l2(layer.keys + from + lane * 64);
+            prefetch_into_l2(layer.values + from + lane * 64);
+        }
     }
 
     // The new token's head of q, and of k and v if they are this block's: into shared memory, q in
@@ -86,7 +94,7 @@ struct Attention : Products {
         const unsigned from = memory + kTurn + (lane.used ? lane.eight : 0) * 16;
         const uint4 cos = load_shared(from), sin = load_shared(from + 2 * kMostDim);
         const int head = number == 0 ? a.head : args.H + (number - 1) * args.Hkv + a.kv;
-        if (wanted) eight = await_eight(qkv_words() + head * DIM + lane.eight * 8, tag);
+        if (wanted) eight = await_eight(qkv_words(), head * DIM + lane.eight * 8, tag);
         __syncwarp();
         uint4 made = eight;
         if (weight != nullptr) made = normalised_head<DIM>(eight, norm, args.eps);
@@ -132,12 +140,12 @@ struct Attention : Products {
                 put_new<DIM>(keys, shared.key, range, lane);
                 put_new<DIM>(values, shared.value, range, lane);
             }
+            const bool more = batch + step <= range.last;
+            const int next_page = page_of<DIM>(range.last, batch + step);
             float scores[kLoads];
             score_keys<DIM>(scores, keys, q, thread() % 32);
-            const bool more = batch + step <= range.last;
             if (more) {
-                from = place<DIM>(page_of<DIM>(range.last, batch + step), a.kv,
-                                  (batch + step) * S::BATCH);
+                from = place<DIM>(next_page, a.kv, (batch + step) * S::BATCH);
                 load_batch<DIM>(keys, layer.keys + from, range, batch + step, lane);
             }
             const int first = batch * S::BATCH + lane.group - range.start;
@@ -184,7 +192,7 @@ struct Attention : Products {
                     pair.high * own + both.y * its};
         }
         const unsigned both = output(pair);
-        store_relaxed_pair(row_words(1) + a.head * DIM + 2 * t, tagged(both & 0xffff, tag),
+        store_relaxed_pair(row_words(1) + word_of(a.head * DIM + 2 * t), tagged(both & 0xffff, tag),
                            tagged(both >> 16, tag));
     }
 };

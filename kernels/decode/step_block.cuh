@@ -5,6 +5,7 @@
 #include "decode/step_shared.cuh"
 #include "decode/step_words.cuh"
 #include "ptx/arithmetic.cuh"
+#include "ptx/clock.cuh"
 #include "ptx/compiler.cuh"
 #include "ptx/global.cuh"
 #include "ptx/shared.cuh"
@@ -68,7 +69,8 @@ struct Units {
 // Of codes of 4 bits: see step_codes.cuh.
 template <class Kind>
 struct Units<Kind, true> {
-    static constexpr int kAtOnce = 2, kRows = kUnitRows;
+    static constexpr int kAtOnce = K <= 2048 ? 4 : 2;  // as there are registers
+    static constexpr int kRows = kUnitRows;
     static constexpr int kXBytes = K / kWarps * 2;
     static constexpr bool kIsOdd = false;
 };
@@ -87,7 +89,7 @@ constexpr int kMostDim = spec::STEP_MOST_DIM;      // of a head
 constexpr int kApart = 37;                         // see Block::turn
 
 using Layer = ScaledLayer<Weight>;
-constexpr int kLayerWords = sizeof(Layer) / 8;
+constexpr int kLayerBytes = sizeof(Layer);
 
 struct Args {
     const Layer* layers;
@@ -99,6 +101,22 @@ struct Args {
     unsigned *words, *epoch;
     int* counts;
     float* logits;
+    long long* stamps;
+};
+
+// Where a layer's time goes: what a block's first warp has just done. Each phase has three, and the
+// block that attends stamps where others do nothing.
+enum Stage {
+    kAtWords,  // + 3 phase: x of the phase
+    kAtDealt,     // + 3 phase: the same, normalised and in columns of b
+    kAtMade,        // + 3 phase: the product; q, k and v, or x, are given
+    kAtAttended = 9,
+    kAtListed,    // what fired is known
+    kAtUp,    // the sums of up
+    kAtPart,  // a part of y
+    kAtParts,
+    kAtX,
+    kStages
 };
 
 // So many quads of rows, or what is divided, to each block, and one more to the first `more`.
@@ -151,13 +169,14 @@ struct Taken<Kind, true> {
     float scales[kTake];
 };
 
-// 8 bf16, as they were before they had tags.
-__device__ __forceinline__ uint4 await_eight(const unsigned* from, unsigned tag) {
+// 8 bf16, as they were before they had tags: those of columns `column` on, a multiple of 8.
+__device__ __forceinline__ uint4 await_eight(const unsigned* words, int column, unsigned tag) {
+    const unsigned* from = words + word_of(column);
     unsigned tries = 0;
     uint4 a, b;
 #pragma unroll 1
     while (true) {
-        a = load_relaxed(from), b = load_relaxed(from + 4);
+        a = load_relaxed(from), b = load_relaxed(from + 32);
         const unsigned wrong = (a.x ^ tag) | (a.y ^ tag) | (a.z ^ tag) | (a.w ^ tag) | (b.x ^ tag) |
                                (b.y ^ tag) | (b.z ^ tag) | (b.w ^ tag);
         if (!(wrong & 0xffff)) break;
@@ -256,6 +275,12 @@ struct Block {
         return at<float>(kSums) + sums_at * (kMostSums * kWarps);
     }
     __device__ __forceinline__ void flip_sums() { sums_at ^= 1; }
+
+    // The clock, if it is asked for, to stamps [layer][stage][block].
+    __device__ __forceinline__ void stamp(int l, int stage) const {
+        if (args.stamps && thread() == 0 && l < args.num_layers)
+            args.stamps[(l * kStages + stage) * gridDim.x + block()] = clock_now();
+    }
 
     // Behind the neurons that have gates of their own are those that share one: where, and the
     // block's quads of them.

@@ -40,6 +40,7 @@ constexpr int kRowBytes = Int4::bytes(K), kGroups = K / kGroup;
 constexpr float kPerCode = 1.f / 16;  // see even_codes
 constexpr int kSlots = 4;             // groups of a block's neurons, but those of a map
 constexpr int kPairs = (kBlocks + 1) / 2;
+constexpr int kAtOnce = Units<Int4>::kAtOnce;  // units of eight rows, even
 static_assert(kSets == kEights, "a lane's eight of x is of each four blocks");
 static_assert(8 * (kMostRows + 32) <= K, "the planes of a block's neurons and of its map's");
 static_assert(Block::kMostGroups <= kSlots + 1, "groups of a block's neurons, two of them a map's");
@@ -50,11 +51,11 @@ struct Columns<Int4, false> {
     float back[kSets];
 };
 
-// Of rows g and g + 8, and their scales.
+// Of rows g, g + 8 .., and their scales.
 template <>
 struct Taken<Int4, false> {
-    uint2 codes[2][kBlocks];
-    unsigned scales[2][kSets];
+    uint2 codes[kAtOnce][kBlocks];
+    unsigned scales[kAtOnce][kSets];
 };
 
 // Whole sums onto y: of columns 8 g + 2 m and 8 g + 2 m + 1, each by the upper and the lower byte
@@ -115,14 +116,13 @@ struct Codes : Fired {
         __syncwarp();
     }
 
-    // The next `num` units, out of the ring; if that is one, twice.
+    // The next `num` units, out of the ring; if they are fewer than kAtOnce the last several times.
     __device__ __forceinline__ void take(Taken<Int4>& taken, int num) {
         const int lane = this->lane(), row = lane / 4 % 4;
         const int half = lane / 16 * kQuadBytes, in_row = first_block(row) + lane % 4 * 8;
-        const int last = await_units(num);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const unsigned quad = memory + kRing + (j ? last : slot) * kUnitBytes + half;
+        for (int j = 0; j < kAtOnce; ++j) {
+            const unsigned quad = memory + kRing + await_unit(min(j, num - 1)) * kUnitBytes + half;
 #pragma unroll
             for (int b = 0; b < kBlocks; ++b)
                 taken.codes[j][b] = read_shared_pair(quad + row * kRowBytes + in_row + 256 * b);
@@ -140,7 +140,7 @@ struct Codes : Fired {
                                                 unsigned long long policy) const {
         const int lane = this->lane();
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        for (int j = 0; j < kAtOnce; ++j) {
             const unsigned neuron = list[min(first + 8 * j + lane / 4, num - 1)];
             const unsigned row = neuron % kQuad;
             const char* quad = static_cast<const char*>(weight) +
@@ -159,15 +159,15 @@ struct Codes : Fired {
         }
     }
 
-    // Parts of the sums of rows g and g + 8: the lanes of a quad have some each.
-    __device__ __forceinline__ static void multiply_taken(float (&parts)[2],
+    // Parts of the sums of rows g, g + 8 ..: the lanes of a quad have some each.
+    __device__ __forceinline__ static void multiply_taken(float (&parts)[kAtOnce],
                                                           const Taken<Int4>& taken, const X& x) {
         multiply_by(parts, taken, x.back, [&](int b) { return x.of[b]; });
     }
 
     // The same, where the columns of b, which are the dealt ones, are read again: they would take
     // registers.
-    __device__ __forceinline__ void multiply_listed(float (&parts)[2], const Taken<Int4>& taken,
+    __device__ __forceinline__ void multiply_listed(float (&parts)[kAtOnce], const Taken<Int4>& taken,
                                                     const X& x) const {
         const int quad = lane() / 4;
         const unsigned from = memory + dealt() + quad / 2 * 128 + quad % 2 * 64 + lane() % 4 * 16;
@@ -181,36 +181,51 @@ struct Codes : Fired {
 
     // columns_of(b): what is beside block b.
     template <class ColumnsOf>
-    __device__ __forceinline__ static void multiply_by(float (&parts)[2], const Taken<Int4>& taken,
+    __device__ __forceinline__ static void multiply_by(float (&parts)[kAtOnce],
+                                                       const Taken<Int4>& taken,
                                                        const float (&back)[kSets],
                                                        const ColumnsOf& columns_of) {
-        parts[0] = parts[1] = 0.f;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; j += 2) multiply_two(parts, taken, j, back, columns_of);
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) parts[j] = opaque(parts[j]);
+    }
+
+    // The same of two units, from unit `unit` on.
+    template <class ColumnsOf>
+    __device__ __forceinline__ static void multiply_two(float (&parts)[kAtOnce],
+                                                        const Taken<Int4>& taken, int unit,
+                                                        const float (&back)[kSets],
+                                                        const ColumnsOf& columns_of) {
+        parts[unit] = parts[unit + 1] = 0.f;
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
-            int sums[4] = {};
+            int sums[2][4] = {};  // products that do not wait for each other
 #pragma unroll
             for (int b = 4 * set; b < min(4 * set + 4, kBlocks); ++b) {
-                const uint2 &low = taken.codes[0][b], &high = taken.codes[1][b];
+                const uint2 &low = taken.codes[unit][b], &high = taken.codes[unit + 1][b];
                 const uint4 columns = columns_of(b);
-                multiply_add_bytes(sums, even_codes(low.x), even_codes(high.x), odd_codes(low.x),
+                multiply_add_bytes(sums[0], even_codes(low.x), even_codes(high.x), odd_codes(low.x),
                                    odd_codes(high.x), columns.x, columns.y);
-                multiply_add_bytes(sums, even_codes(low.y), even_codes(high.y), odd_codes(low.y),
+                multiply_add_bytes(sums[1], even_codes(low.y), even_codes(high.y), odd_codes(low.y),
                                    odd_codes(high.y), columns.z, columns.w);
             }
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-                parts[j] += static_cast<float>(256 * sums[2 * j] + sums[2 * j + 1]) *
-                            (bf16_value(taken.scales[j][set]) * back[set]);
+                parts[unit + j] += static_cast<float>(256 * (sums[0][2 * j] + sums[1][2 * j]) +
+                                               (sums[0][2 * j + 1] + sums[1][2 * j + 1])) *
+                            (bf16_value(taken.scales[unit + j][set]) * back[set]);
         }
-        parts[0] = opaque(parts[0]), parts[1] = opaque(parts[1]);
     }
 
     // The warp's parts of `num` units' rows, to [row][warp].
-    __device__ __forceinline__ void store_parts(float (&parts)[2], int num, float* to) const {
+    __device__ __forceinline__ void store_parts(float (&parts)[kAtOnce], int num,
+                                                float* to) const {
         const int lane = this->lane(), t = lane % 4;
+        if (kAtOnce == 4) exchange_halves(parts, 2, t & 2, 2);
         exchange_halves(parts, 1, t & 1, 1);
-        const float sum = parts[0] + __shfl_xor_sync(~0u, parts[0], 2);
-        if (t < num) to[(lane / 4 + 8 * t) * kWarps + warp()] = sum;
+        if (kAtOnce == 2) parts[0] += __shfl_xor_sync(~0u, parts[0], 2);
+        if (t < num) to[(lane / 4 + 8 * t) * kWarps + warp()] = parts[0];
     }
 
     // ---- onto y
@@ -334,8 +349,8 @@ struct Codes : Fired {
             y, (share.num + 3) / 4, first_tile, group_of_neuron(kQuad * share.first), at, back,
             [&](int i) { return kQuad * (share.first + min(4 * i + 4, share.num)) - 1; },
             [&](int i) {
-                const int last = await_units(units_from(i));
-                from = memory + kRing + (t < 2 ? slot : last) * kUnitBytes + half + in_row;
+                const int first = await_unit(0), last = await_unit(units_from(i) - 1);
+                from = memory + kRing + (t < 2 ? first : last) * kUnitBytes + half + in_row;
             },
             [&](int b, unsigned (&rows)[4]) {
 #pragma unroll
@@ -344,6 +359,8 @@ struct Codes : Fired {
             },
             [&](int i) { leave_units(units_from(i)); });
     }
+
+    static constexpr int kTiles = kAtOnce / 2;  // of 16 neurons, that are under way at once
 
     // The lane's words of rows of down of a list, four neurons from place `first` + 4 t on.
     struct Listed {
@@ -416,12 +433,11 @@ struct Codes : Fired {
         return (8 * block + warp()) / (kGroup / 64);
     }
 
-    // Until the next `num` units are there, one or two; the place of the last.
-    __device__ __forceinline__ int await_units(int num) const {
-        const int last = in_ring(slot + num - 1);
-        barrier_wait(full(slot), parity);
-        if (num > 1) barrier_wait(full(last), parity ^ (last == 0));
-        return last;
+    // Until the `i`th of the units that come next is there; its place.
+    __device__ __forceinline__ int await_unit(int i) const {
+        const int place = in_ring(slot + i);
+        barrier_wait(full(place), parity ^ (place < slot));
+        return place;
     }
 
     // They are read.

@@ -31,10 +31,11 @@ struct CodesFfn : Codes {
         const float* map_sums = sums() + units_of(share.num) * kUnitRows * kWarps;
         const int num = list_fired(layer, share, list, gates);
         flip_sums();
-        Listed listed;
+        stamp(stamped_layer, kAtListed);
+        Listed listed[kTiles];
         sum_listed(layer, x, list, num, listed, policy);
-        wait_for_copies<0>();
         sync_consumers();
+        stamp(stamped_layer, kAtUp);
 
         int place = -1, slot_of = 0;
         float hidden = 0.f;
@@ -56,6 +57,7 @@ struct CodesFfn : Codes {
         add_listed(y, layer, share, list, num, listed, back, policy);
         if (mapped().num > 0) add_units(y, of_map(), num_padded / 16, num_groups(share), back);
         give_part(y, tag);
+        stamp(stamped_layer, kAtPart);
     }
 
     // Of up's product, which is made here; the gates' sums lie in the other half of the room.
@@ -64,16 +66,16 @@ struct CodesFfn : Codes {
         flip_sums();
         const int num_units = units_of(share.num);
 #pragma unroll 1
-        for (int i = 0; i < num_units; i += 2) {
-            const int num = min(2, num_units - i);
+        for (int i = 0; i < num_units; i += kAtOnce) {
+            const int num = min(kAtOnce, num_units - i);
             Taken<Int4> taken;
-            float parts[2];
+            float parts[kAtOnce];
             take(taken, num);
             multiply_taken(parts, taken, x);
             store_parts(parts, num, sums() + i * kUnitRows * kWarps);
         }
-        wait_for_copies<0>();
         sync_consumers();
+        stamp(stamped_layer, kAtUp);
         const float hidden = hidden_of_all(layer, share, count);
         flip_sums();
         const int neuron = kQuad * share.first + thread();
@@ -83,26 +85,29 @@ struct CodesFfn : Codes {
         Y y = {};
         add_units(y, share, 0, 0, back);
         give_part(y, tag);
+        stamp(stamped_layer, kAtPart);
     }
 
   private:
     // Up's sums of the neurons of the list, to `sums`. Their first rows of down are asked for
     // before anything is waited for.
     __device__ __forceinline__ void sum_listed(const Layer& layer, const X& x, const int* list,
-                                               int num, Listed& listed,
+                                               int num, Listed (&listed)[kTiles],
                                                unsigned long long policy) const {
-        take_no_columns(listed);
+        for (Listed& tile : listed) take_no_columns(tile);
 #pragma unroll 1
-        for (int i = 0; i < num; i += 16) {
+        for (int i = 0; i < num; i += kUnitRows * kAtOnce) {
             Taken<Int4> taken;
-            float parts[2];
+            float parts[kAtOnce];
             take_listed(taken, layer.up, list, i, num, policy);
             if (i == 0) {
-                take_columns(listed, layer.down, list, 0, num, policy);
-                prefetch_listed(layer, list, 16, num);
+#pragma unroll
+                for (int tile = 0; tile < kTiles; ++tile)
+                    take_columns(listed[tile], layer.down, list, 16 * tile, num, policy);
+                prefetch_listed(layer, list, 16 * kTiles, num);
             }
             multiply_listed(parts, taken, x);
-            store_parts(parts, 2, sums() + i * kWarps);
+            store_parts(parts, kAtOnce, sums() + i * kWarps);
         }
         // those of down were asked for right behind them, so nothing stands before them any more
         __syncwarp();
@@ -131,18 +136,20 @@ struct CodesFfn : Codes {
 
     // Onto y: the rows of down of the list, the first of which are there.
     __device__ __forceinline__ void add_listed(Y& y, const Layer& layer, const Share& share,
-                                               const int* list, int num, Listed& listed, float back,
+                                               const int* list, int num, Listed (&listed)[kTiles], float back,
                                                unsigned long long policy) {
         add_tiles(
             y, (num + 15) / 16, 0, group_of_neuron(kQuad * share.first), 0, back,
             [&](int i) { return list[min(16 * i + 16, num) - 1]; }, [](int) {},
             [&](int b, unsigned (&rows)[4]) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) rows[j] = listed.rows[b][j];
+                for (int j = 0; j < 4; ++j) rows[j] = listed[0].rows[b][j];
             },
             [&](int i) {
-                if (16 * (i + 1) < num)
-                    take_columns(listed, layer.down, list, 16 * (i + 1), num, policy);
+                if (16 * (i + 1) >= num) return;
+#pragma unroll
+                for (int tile = 1; tile < kTiles; ++tile) listed[tile - 1] = listed[tile];
+                take_columns(listed[kTiles - 1], layer.down, list, 16 * (i + kTiles), num, policy);
             });
     }
 

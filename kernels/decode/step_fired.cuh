@@ -18,6 +18,7 @@ namespace {
 struct Fired : Attention {
     using Attention::Attention;
     float column_scale;  // see fetch_column_scale
+    int stamped_layer;
     // Asks for the scale of the thread's column of y, long before it is wanted.
     __device__ __forceinline__ void fetch_column_scale(const Layer& layer, const Share& own) {
         unsigned bits = 0;
@@ -38,18 +39,22 @@ struct Fired : Attention {
     // for itself, and all make the same ones.
     __device__ __forceinline__ int list_fired(const Layer& layer, const Share& share, int* list,
                                               float* gates) const {
-        const int lane = thread() % 32;
+        const int lane = thread() % 32, first = kQuad * share.first, rows = kQuad * share.num;
+        float of_rows[kMostRows / 32];
+#pragma unroll
+        for (int i = 0; i < kMostRows / 32; ++i) {
+            const int row = 32 * i + lane;
+            of_rows[i] = 0.f;
+            if (row < rows)
+                of_rows[i] = value_of(sums() + row * kWarps, layer.gate_bias, first + row);
+        }
         int num = 0;
-#pragma unroll 1
-        for (int first = 0; first < kQuad * share.num; first += 32) {
-            const int row = first + lane, neuron = kQuad * share.first + row;
-            float gate = 0.f;
-            bool fired = false;
-            if (row < kQuad * share.num)
-                fired = fires(gate = value_of(sums() + row * kWarps, layer.gate_bias, neuron));
+#pragma unroll
+        for (int i = 0; i < kMostRows / 32; ++i) {
+            const bool fired = fires(of_rows[i]);
             const unsigned all = __ballot_sync(~0u, fired);
             const int place = num + num_set_below(all, lane);
-            if (fired) list[place] = neuron, gates[place] = gate;
+            if (fired) list[place] = first + 32 * i + lane, gates[place] = of_rows[i];
             num += __popc(all);
         }
         __syncwarp();
@@ -107,6 +112,7 @@ struct Fired : Attention {
             }
         }
         __syncwarp();
+        stamp(stamped_layer, kAtParts);
 #pragma unroll
         for (int apart = kOwnQuads; apart < 32; apart *= 2)
 #pragma unroll
@@ -125,8 +131,9 @@ struct Fired : Attention {
             if (layer.down_bias) sum += bf16_value(layer.down_bias[column]);
             float& x = at<float>(kOwn)[c];
             x = rounded(rounded(sum) + x);
-            store_relaxed_word(row_words(0) + column, tagged(bf16_bits(x), tag));
+            store_relaxed_word(row_words(0) + word_of(column), tagged(bf16_bits(x), tag));
         }
+        stamp(stamped_layer, kAtX);
     }
 
     // The first `num` of those words, all asked for at once.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ptx/barriers.cuh"
+#include "ptx/copies.cuh"
 #include "ptx/global.cuh"
 #include "ptx/handover.cuh"
 #include "ptx/shared.cuh"
@@ -15,12 +16,26 @@ struct Step : Ffn {
     using Ffn::Ffn;
     using X = Columns<Weight>;
 
-    // The next layer's pointers, into shared memory.
+    // A layer's pointers, into shared memory; wait_for_copies waits.
     __device__ __forceinline__ void keep_layer(int l) const {
-        const auto* from = reinterpret_cast<const unsigned long long*>(args.layers);
-        if (thread() < kLayerWords && l < args.num_layers)
-            at<unsigned long long>(kLayers)[l % kLayersKept * kLayerWords + thread()] =
-                __ldg(from + l * kLayerWords + thread());
+        copy_async_if(thread() < kLayerBytes / 16 && l < args.num_layers,
+                      memory + kLayers + l % kLayersKept * kLayerBytes + 16 * thread(),
+                      reinterpret_cast<const char*>(args.layers + l) + 16 * thread());
+        commit_copies();
+    }
+
+    // What is small of a layer, into L2: of each the block has some lines.
+    __device__ __forceinline__ void fetch_small(int l) const {
+        if (l >= args.num_layers) return;
+        const Layer& next = layer(l);
+        const int first = 64 * (block() + static_cast<int>(gridDim.x) * thread());
+        const auto fetch = [&](const unsigned short* from, int num) {
+            if (from != nullptr && first < num) prefetch_into_l2(from + first);
+        };
+        fetch(next.input_norm, K);
+        fetch(next.ffn_norm, K);
+        fetch(next.qkv_bias, (args.H + 2 * args.Hkv) * DIM);
+        fetch(next.gate_bias, args.N);
     }
 
     // The embedding, the residual, what positions are turned by.
@@ -45,20 +60,19 @@ struct Step : Ffn {
     }
 
     // What becomes of the sums of a product's rows, a thread a row: logits, q, k and v, or x.
-    __device__ __forceinline__ void use_sum(const Layer& layer, int l, int phase, int row,
+    __device__ __forceinline__ void use_sum(int l, int phase, int row, float bias,
                                             unsigned tag) const {
         float sum = sum_of_warps(sums() + thread() * kWarps);
         if (l == args.num_layers) {
             args.logits[row] = sum;
             return;
         }
-        const unsigned short* bias = phase ? layer.out_bias : layer.qkv_bias;
-        if (bias) sum += bf16_value(bias[row]);
+        sum += bias;
         if (phase) {
             float& x = at<float>(kOwn)[thread()];
             sum = x = rounded(rounded(sum) + x);
         }
-        store_relaxed_word((phase ? row_words(2) : qkv_words()) + row, tagged(bf16_bits(sum), tag));
+        store_relaxed_word((phase ? row_words(2) : qkv_words()) + word_of(row), tagged(bf16_bits(sum), tag));
     }
 
     __device__ __forceinline__ void consume() {
@@ -70,7 +84,9 @@ struct Step : Ffn {
         X x;
         load_row(args.layers->input_norm, norm);
         keep_layer(0);
+        keep_layer(1);
         begin(own, position);
+        wait_for_copies<0>();
         sync_consumers();
         const bool attends = plan_attend<DIM>(position, layer(0).window);
         int turned = block();
@@ -79,7 +95,8 @@ struct Step : Ffn {
             const unsigned tag = (epoch + l + 1) & 0xffff;
             if constexpr (!kHeadIsAlike)
                 if (l == L) return multiply_head(norm, epoch, tag);
-            keep_layer(l + 1);
+            keep_layer(l + 2);
+            fetch_small(l + 1);
             if (l < L && attends) fetch_cached<DIM>(layer(l));
             // 0: q, k and v, or the head, if it is as they are; 1: o; 2: gate
 #pragma unroll 1
@@ -87,9 +104,13 @@ struct Step : Ffn {
                 const Share share(division(l == L ? 3 : phase),
                                   phase == 1 || l == L ? block() : turned);
                 multiply(x, norm, l, phase, share, tag);
+                stamp(l, 3 * phase + kAtMade);
                 if (l == L) return end_step(epoch);
                 if (phase < 2) {  // x is not wanted any more
-                    if (phase == 0 && attends) attend_head<DIM>(layer(l), tag);
+                    if (phase == 0 && attends) {
+                        attend_head<DIM>(layer(l), tag);
+                        stamp(l, kAtAttended);
+                    }
                     continue;
                 }
                 finish_layer(x, norm, l, share, turned, own, tag);
@@ -115,6 +136,15 @@ struct Step : Ffn {
         if (FORM != kDenseForm && phase == 2 && mapped().num > 0)
             num_units += units_of(1) + units_of(mapped().num);
         if (phase == 2) Ffn::template fetch_scales<FORM>(layer(l), share);
+        // of the thread's row of those whose sums are used together
+        const auto bias_of = [&](int rows_before) -> unsigned {
+            if (phase == 2 || l == args.num_layers) return 0;
+            const unsigned short* biases = phase ? layer(l).out_bias : layer(l).qkv_bias;
+            const int row = rows_before + thread();
+            if (biases == nullptr || row >= kQuad * share.num) return 0;
+            return load_streamed_half(biases + kQuad * share.first + row);
+        };
+        unsigned bias = bias_of(0);
         Taken<Weight> taken = {};          // or it would be kept from phase to phase
         if (Weight::kGroupScales) x = {};  // the same; where it is short, that would cost more
 
@@ -136,9 +166,10 @@ struct Step : Ffn {
             int rows = row + num * kUnitRows;
             if (Weight::kGroupScales) rows = min(rows, kQuad * share.num - (i * kUnitRows - row));
             if (thread() < rows)
-                use_sum(layer(l), l, phase, kQuad * share.first + i * kUnitRows - row + thread(),
-                        tag);
+                use_sum(l, phase, kQuad * share.first + i * kUnitRows - row + thread(),
+                        __uint_as_float(bias << 16), tag);
             flip_sums();
+            if (i + kAtOnce < num_units) bias = bias_of(i * kUnitRows - row + rows);
         }
     }
 
@@ -146,9 +177,10 @@ struct Step : Ffn {
     __device__ __forceinline__ void finish_layer(const X& x, uint4 (&norm)[kEights], int l,
                                                  const Share& share, int turned, const Share& own,
                                                  unsigned tag) {
-        if (FORM == kSparseForm && Weight::kRowScales) wait_for_copies<0>();
+        wait_for_copies<0>();
         if (FORM != kDenseForm) sync_consumers();
         if constexpr (Weight::kRowScales) fetch_column_scale(layer(l), own);
+        stamped_layer = l;
         if constexpr (FORM != kDenseForm)
             // made anew: kept through the product it takes registers
             Ffn::template ffn<FORM>(layer(l), Share(division(2), opaque(turned)), x, tag,
@@ -185,7 +217,7 @@ struct Step : Ffn {
             if (row + kRowsAtOnce < kMostSums && i + kTake < num_units) continue;
             sync_consumers();
             if (thread() < row + num * kRows)
-                use_sum(layer(L), L, 0, kQuad * share.first + i * kRows - row + thread(), tag);
+                use_sum(L, 0, kQuad * share.first + i * kRows - row + thread(), 0.f, tag);
             flip_sums();
         }
         end_step(epoch);
@@ -203,16 +235,18 @@ struct Step : Ffn {
         for (int i = 0; i < kEights; ++i) {
             if (!all_have(i)) eights[i] = make_uint4(0, 0, 0, 0);
             if (has_eight(i))
-                eights[i] = l + phase > 0 ? await_eight(from + 8 * eight_of(i, kOfHead), wanted)
+                eights[i] = l + phase > 0 ? await_eight(from, 8 * eight_of(i, kOfHead), wanted)
                                           : at<uint4>(kSums)[eight_of(i, kOfHead)];
         }
         __syncwarp();
+        stamp(l, 3 * phase + kAtWords);
         if (phase != 1) normalise_row(eights, norm);
         if constexpr (FORM == kScreenedForm)
             if (phase == 2) round_x(eights);
         if (phase == 1) load_row(layer(l).ffn_norm, norm);
         if (phase == 2 && !Weight::kGroupScales) load_next_norm(norm, l);
         deal(eights, x);
+        stamp(l, 3 * phase + kAtDealt);
     }
 
     __device__ __forceinline__ void load_next_norm(uint4 (&norm)[kEights], int l) const {
@@ -259,12 +293,14 @@ struct Step : Ffn {
              const int* positions, const int* tables, const unsigned short* embeddings,            \
              const unsigned short* last_norm, const unsigned short* head,                          \
              const unsigned short* cos, const unsigned short* sin, float eps, float scale,         \
-             int is_silu, unsigned* words, unsigned* epoch, int* counts, float* logits) {          \
+             int is_silu, unsigned* words, unsigned* epoch, int* counts, float* logits,            \
+             long long* stamps) {                                                                  \
         extern __shared__ __align__(1024) char memory[];                                           \
         if (dynamic_smem_bytes() < Block::kBytes) __trap();                                        \
         const Args args = {layers,    num_layers, N,          V,         H,     Hkv,    tokens,    \
                            positions, tables,     embeddings, last_norm, head,  cos,    sin,       \
-                           eps,       scale,      is_silu,    words,     epoch, counts, logits};   \
+                           eps,       scale,      is_silu,    words,     epoch, counts, logits,    \
+                           stamps};                                                                \
         Step<DIM, FORM>(args, memory).run();                                                       \
     }
 

@@ -40,24 +40,25 @@ constexpr int kQkv = 0, kOut = 1, kGate = 2, kUp = 3, kDown = 4;
 // With the scales by that order, if there are any: of rows, but of columns of down. Where groups
 // share scales, those of down alone: bf16 [group of neurons][K].
 template <class Kind, bool HAS_SCALES = Kind::kRowScales, bool HAS_GROUPS = Kind::kGroupScales>
-struct ScaledLayer : LayerOf<Kind> {
+struct alignas(16) ScaledLayer : LayerOf<Kind> {
     __device__ __forceinline__ const float* scales_of(int) const { return nullptr; }
 };
 template <class Kind>
-struct ScaledLayer<Kind, true, false> : LayerOf<Kind> {
+struct alignas(16) ScaledLayer<Kind, true, false> : LayerOf<Kind> {
     const float* scales[5];
 
     __device__ __forceinline__ const float* scales_of(int weight) const { return scales[weight]; }
 };
 template <class Kind>
-struct ScaledLayer<Kind, false, true> : LayerOf<Kind> {
+struct alignas(16) ScaledLayer<Kind, false, true> : LayerOf<Kind> {
     const unsigned short* down_scales;
 
     __device__ __forceinline__ const float* scales_of(int) const { return nullptr; }
 };
 // How the FFN goes: over all neurons, over what fires, the same by screened gates.
 constexpr int kDenseForm = 0, kSparseForm = 1, kScreenedForm = 2;
-// The next one's comes where nobody can be reading any more, without a barrier.
+// The one before, this one, and two that follow. The last comes where nobody can be reading any
+// more, without a barrier.
 constexpr unsigned kLayersKept = 4;
 
 __device__ __forceinline__ void lose_patience(unsigned& tries) {

@@ -19,6 +19,12 @@ __device__ __forceinline__ unsigned tagged(unsigned bits, unsigned tag) {
     return bits << 16 | (tag & 0xffff);
 }
 
+// Where the word of a column lies: of 64 columns the first fours of all eights come first, so that
+// lanes that await eights read whole lines.
+__device__ __forceinline__ int word_of(int column) {
+    return (column & ~63) | (column & 4) << 3 | (column & 56) >> 1 | (column & 3);
+}
+
 // Two floats, each with a whole word of tag beside it: {low, tag, high, tag}.
 __device__ __forceinline__ void store_floats(uint4* to, float low, float high, unsigned tag) {
     store_relaxed_longs(to, tagged(low, tag), tagged(high, tag));

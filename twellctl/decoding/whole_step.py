@@ -120,6 +120,7 @@ class WholeStep:
         # through which blocks hand results to each other, and how often they were used
         self._words = torch.zeros(6 * K + blocks * (K + 4 * D), dtype=torch.int32, device=device)
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        self.stamps: Tensor | None = None  # int64 [layers, stages, blocks]: clocks, if asked for
 
     def __call__(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Logits float32 `[1, V]`, and how many neurons of each layer fired, int32 `[L, 1]`.
@@ -158,6 +159,7 @@ class WholeStep:
                 "epoch": self._epoch,
                 "counts": counts,
                 "logits": logits,
+                "stamps": self.stamps,
             },
             self._limits.smem_bytes,
             together=True,
@@ -190,4 +192,5 @@ def _words_of(layer: DecoderLayer, screen: Screen | None, num_own: int) -> list[
     weights = (layer.qkv, layer.out, *ffn.weights)
     scales = [weight.scales.data_ptr() for weight in weights if weight.scales is not None]
     screened = [0, 0] if screen is None else [screen.copy.data_ptr(), screen.limits.data_ptr()]
-    return [*pointers, *screened, num_own << 32 | (attend.window or 0), *scales]
+    whole = [*pointers, *screened, num_own << 32 | (attend.window or 0), *scales]
+    return [*whole, *[0] * (len(whole) % 2)]  # layers begin at multiples of 16 bytes

@@ -1,0 +1,3 @@
+#pragma once
+
+inline long long clock_now() { return 0; }
