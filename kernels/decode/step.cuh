@@ -11,6 +11,8 @@
 //   epoch       uint32 [1], zero before the first launch: how often words were used
 //   counts      int32 [num_layers]: neurons that fired
 //   logits      float32 [V]
+//   stamps      int64 [num_layers, Stage::kAll, blocks], or null: clocks behind the stages of a
+//               layer (step_shared.cuh); what a block does not do it leaves as it is
 //   is_silu     1: the dense form has SiLU in the place of ReLU, and counts nothing
 //
 // A layer has some 60 MB of weights (of K 2048 in bf16), and for one token each weight is

@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int kWholeBatches = 2;  // a warp's, of a head that has no parts
+constexpr int kWholeBatches = 1;    // a warp's, of a head that has no parts
 constexpr int kFetchedBatches = 4;  // a warp's, that are in L2 before they are read
 
 struct Attention : Products {

@@ -104,21 +104,6 @@ struct Args {
     long long* stamps;
 };
 
-// Where a layer's time goes: what a block's first warp has just done. Each phase has three, and the
-// block that attends stamps where others do nothing.
-enum Stage {
-    kAtWords,  // + 3 phase: x of the phase
-    kAtDealt,     // + 3 phase: the same, normalised and in columns of b
-    kAtMade,        // + 3 phase: the product; q, k and v, or x, are given
-    kAtAttended = 9,
-    kAtListed,    // what fired is known
-    kAtUp,    // the sums of up
-    kAtPart,  // a part of y
-    kAtParts,
-    kAtX,
-    kStages
-};
-
 // So many quads of rows, or what is divided, to each block, and one more to the first `more`.
 struct Division {
     int each, more;
@@ -276,10 +261,10 @@ struct Block {
     }
     __device__ __forceinline__ void flip_sums() { sums_at ^= 1; }
 
-    // The clock, if it is asked for, to stamps [layer][stage][block].
+    // What the block's first warp has just done in a layer.
     __device__ __forceinline__ void stamp(int l, int stage) const {
         if (args.stamps && thread() == 0 && l < args.num_layers)
-            args.stamps[(l * kStages + stage) * gridDim.x + block()] = clock_now();
+            args.stamps[(l * Stage::kAll + stage) * gridDim.x + block()] = clock_now();
     }
 
     // Behind the neurons that have gates of their own are those that share one: where, and the

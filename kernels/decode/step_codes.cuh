@@ -167,8 +167,8 @@ struct Codes : Fired {
 
     // The same, where the columns of b, which are the dealt ones, are read again: they would take
     // registers.
-    __device__ __forceinline__ void multiply_listed(float (&parts)[kAtOnce], const Taken<Int4>& taken,
-                                                    const X& x) const {
+    __device__ __forceinline__ void multiply_listed(float (&parts)[kAtOnce],
+                                                    const Taken<Int4>& taken, const X& x) const {
         const int quad = lane() / 4;
         const unsigned from = memory + dealt() + quad / 2 * 128 + quad % 2 * 64 + lane() % 4 * 16;
         uint4 own[kSets] = {};
@@ -213,14 +213,13 @@ struct Codes : Fired {
 #pragma unroll
             for (int j = 0; j < 2; ++j)
                 parts[unit + j] += static_cast<float>(256 * (sums[0][2 * j] + sums[1][2 * j]) +
-                                               (sums[0][2 * j + 1] + sums[1][2 * j + 1])) *
-                            (bf16_value(taken.scales[unit + j][set]) * back[set]);
+                                                      (sums[0][2 * j + 1] + sums[1][2 * j + 1])) *
+                                   (bf16_value(taken.scales[unit + j][set]) * back[set]);
         }
     }
 
     // The warp's parts of `num` units' rows, to [row][warp].
-    __device__ __forceinline__ void store_parts(float (&parts)[kAtOnce], int num,
-                                                float* to) const {
+    __device__ __forceinline__ void store_parts(float (&parts)[kAtOnce], int num, float* to) const {
         const int lane = this->lane(), t = lane % 4;
         if (kAtOnce == 4) exchange_halves(parts, 2, t & 2, 2);
         exchange_halves(parts, 1, t & 1, 1);

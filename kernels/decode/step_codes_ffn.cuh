@@ -31,11 +31,11 @@ struct CodesFfn : Codes {
         const float* map_sums = sums() + units_of(share.num) * kUnitRows * kWarps;
         const int num = list_fired(layer, share, list, gates);
         flip_sums();
-        stamp(stamped_layer, kAtListed);
+        stamp(layer_at, Stage::kListed);
         Listed listed[kTiles];
         sum_listed(layer, x, list, num, listed, policy);
         sync_consumers();
-        stamp(stamped_layer, kAtUp);
+        stamp(layer_at, Stage::kUp);
 
         int place = -1, slot_of = 0;
         float hidden = 0.f;
@@ -57,7 +57,7 @@ struct CodesFfn : Codes {
         add_listed(y, layer, share, list, num, listed, back, policy);
         if (mapped().num > 0) add_units(y, of_map(), num_padded / 16, num_groups(share), back);
         give_part(y, tag);
-        stamp(stamped_layer, kAtPart);
+        stamp(layer_at, Stage::kDown);
     }
 
     // Of up's product, which is made here; the gates' sums lie in the other half of the room.
@@ -75,7 +75,7 @@ struct CodesFfn : Codes {
             store_parts(parts, num, sums() + i * kUnitRows * kWarps);
         }
         sync_consumers();
-        stamp(stamped_layer, kAtUp);
+        stamp(layer_at, Stage::kUp);
         const float hidden = hidden_of_all(layer, share, count);
         flip_sums();
         const int neuron = kQuad * share.first + thread();
@@ -85,7 +85,7 @@ struct CodesFfn : Codes {
         Y y = {};
         add_units(y, share, 0, 0, back);
         give_part(y, tag);
-        stamp(stamped_layer, kAtPart);
+        stamp(layer_at, Stage::kDown);
     }
 
   private:
@@ -136,8 +136,8 @@ struct CodesFfn : Codes {
 
     // Onto y: the rows of down of the list, the first of which are there.
     __device__ __forceinline__ void add_listed(Y& y, const Layer& layer, const Share& share,
-                                               const int* list, int num, Listed (&listed)[kTiles], float back,
-                                               unsigned long long policy) {
+                                               const int* list, int num, Listed (&listed)[kTiles],
+                                               float back, unsigned long long policy) {
         add_tiles(
             y, (num + 15) / 16, 0, group_of_neuron(kQuad * share.first), 0, back,
             [&](int i) { return list[min(16 * i + 16, num) - 1]; }, [](int) {},

@@ -18,7 +18,8 @@ namespace {
 struct Fired : Attention {
     using Attention::Attention;
     float column_scale;  // see fetch_column_scale
-    int stamped_layer;
+    int layer_at;        // whose FFN it is
+
     // Asks for the scale of the thread's column of y, long before it is wanted.
     __device__ __forceinline__ void fetch_column_scale(const Layer& layer, const Share& own) {
         unsigned bits = 0;
@@ -112,7 +113,7 @@ struct Fired : Attention {
             }
         }
         __syncwarp();
-        stamp(stamped_layer, kAtParts);
+        stamp(layer_at, Stage::kParts);
 #pragma unroll
         for (int apart = kOwnQuads; apart < 32; apart *= 2)
 #pragma unroll
@@ -133,7 +134,7 @@ struct Fired : Attention {
             x = rounded(rounded(sum) + x);
             store_relaxed_word(row_words(0) + word_of(column), tagged(bf16_bits(x), tag));
         }
-        stamp(stamped_layer, kAtX);
+        stamp(layer_at, Stage::kGiven);
     }
 
     // The first `num` of those words, all asked for at once.

@@ -72,7 +72,8 @@ struct Step : Ffn {
             float& x = at<float>(kOwn)[thread()];
             sum = x = rounded(rounded(sum) + x);
         }
-        store_relaxed_word((phase ? row_words(2) : qkv_words()) + word_of(row), tagged(bf16_bits(sum), tag));
+        store_relaxed_word((phase ? row_words(2) : qkv_words()) + word_of(row),
+                           tagged(bf16_bits(sum), tag));
     }
 
     __device__ __forceinline__ void consume() {
@@ -104,12 +105,12 @@ struct Step : Ffn {
                 const Share share(division(l == L ? 3 : phase),
                                   phase == 1 || l == L ? block() : turned);
                 multiply(x, norm, l, phase, share, tag);
-                stamp(l, 3 * phase + kAtMade);
+                stamp(l, Stage::kOfPhase * phase + Stage::kMultiplied);
                 if (l == L) return end_step(epoch);
                 if (phase < 2) {  // x is not wanted any more
                     if (phase == 0 && attends) {
                         attend_head<DIM>(layer(l), tag);
-                        stamp(l, kAtAttended);
+                        stamp(l, Stage::kAttended);
                     }
                     continue;
                 }
@@ -180,7 +181,7 @@ struct Step : Ffn {
         wait_for_copies<0>();
         if (FORM != kDenseForm) sync_consumers();
         if constexpr (Weight::kRowScales) fetch_column_scale(layer(l), own);
-        stamped_layer = l;
+        layer_at = l;
         if constexpr (FORM != kDenseForm)
             // made anew: kept through the product it takes registers
             Ffn::template ffn<FORM>(layer(l), Share(division(2), opaque(turned)), x, tag,
@@ -239,14 +240,14 @@ struct Step : Ffn {
                                           : at<uint4>(kSums)[eight_of(i, kOfHead)];
         }
         __syncwarp();
-        stamp(l, 3 * phase + kAtWords);
+        stamp(l, Stage::kOfPhase * phase + Stage::kAwaited);
         if (phase != 1) normalise_row(eights, norm);
         if constexpr (FORM == kScreenedForm)
             if (phase == 2) round_x(eights);
         if (phase == 1) load_row(layer(l).ffn_norm, norm);
         if (phase == 2 && !Weight::kGroupScales) load_next_norm(norm, l);
         deal(eights, x);
-        stamp(l, 3 * phase + kAtDealt);
+        stamp(l, Stage::kOfPhase * phase + Stage::kDealt);
     }
 
     __device__ __forceinline__ void load_next_norm(uint4 (&norm)[kEights], int l) const {
@@ -287,21 +288,20 @@ struct Step : Ffn {
 
 }  // namespace
 
-#define TWELL_STEP(name, DIM, FORM)                                                                \
-    extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)                               \
-        name(const Layer* layers, int num_layers, int N, int V, int H, int Hkv, const int* tokens, \
-             const int* positions, const int* tables, const unsigned short* embeddings,            \
-             const unsigned short* last_norm, const unsigned short* head,                          \
-             const unsigned short* cos, const unsigned short* sin, float eps, float scale,         \
-             int is_silu, unsigned* words, unsigned* epoch, int* counts, float* logits,            \
-             long long* stamps) {                                                                  \
-        extern __shared__ __align__(1024) char memory[];                                           \
-        if (dynamic_smem_bytes() < Block::kBytes) __trap();                                        \
-        const Args args = {layers,    num_layers, N,          V,         H,     Hkv,    tokens,    \
-                           positions, tables,     embeddings, last_norm, head,  cos,    sin,       \
-                           eps,       scale,      is_silu,    words,     epoch, counts, logits,    \
-                           stamps};                                                                \
-        Step<DIM, FORM>(args, memory).run();                                                       \
+#define TWELL_STEP(name, DIM, FORM)                                                             \
+    extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1) name(                      \
+        const Layer* layers, int num_layers, int N, int V, int H, int Hkv, const int* tokens,   \
+        const int* positions, const int* tables, const unsigned short* embeddings,              \
+        const unsigned short* last_norm, const unsigned short* head, const unsigned short* cos, \
+        const unsigned short* sin, float eps, float scale, int is_silu, unsigned* words,        \
+        unsigned* epoch, int* counts, float* logits, long long* stamps) {                       \
+        extern __shared__ __align__(1024) char memory[];                                        \
+        if (dynamic_smem_bytes() < Block::kBytes) __trap();                                     \
+        const Args args = {                                                                     \
+            layers,  num_layers, N,         V,      H,      Hkv,   tokens, positions,           \
+            tables,  embeddings, last_norm, head,   cos,    sin,   eps,    scale,               \
+            is_silu, words,      epoch,     counts, logits, stamps};                            \
+        Step<DIM, FORM>(args, memory).run();                                                    \
     }
 
 TWELL_ENTRIES(TWELL_STEP)

@@ -55,6 +55,13 @@ struct alignas(16) ScaledLayer<Kind, false, true> : LayerOf<Kind> {
 
     __device__ __forceinline__ const float* scales_of(int) const { return nullptr; }
 };
+// What a step's clocks are noted behind, in the order of STEP_STAGES (twell_spec.py). The first
+// three are of each phase: of q, k and v, of o, of the gate.
+struct Stage {
+    enum { kAwaited, kDealt, kMultiplied, kOfPhase };
+    enum { kAttended = 3 * kOfPhase, kListed, kUp, kDown, kParts, kGiven, kAll };
+};
+static_assert(Stage::kAll == spec::NUM_STEP_STAGES);
 // How the FFN goes: over all neurons, over what fires, the same by screened gates.
 constexpr int kDenseForm = 0, kSparseForm = 1, kScreenedForm = 2;
 // The one before, this one, and two that follow. The last comes where nobody can be reading any

@@ -13,8 +13,15 @@ import torch
 
 from twellctl.bench.decode_floors import copy_bandwidth, screened_gate, step_bytes
 from twellctl.bench.decode_judge import judge
-from twellctl.bench.decode_results import DecodeBench, DecodeForm, DecodeModel, DecodePoint
+from twellctl.bench.decode_results import (
+    DecodeBench,
+    DecodeForm,
+    DecodeModel,
+    DecodePoint,
+    Stage,
+)
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
+from twellctl.bench.decode_stages import measure_stages
 from twellctl.bench.device import bench_device, device_facts
 from twellctl.bench.results import DENSE_FP8, TWELL
 from twellctl.bench.settings import DecodeSettings
@@ -22,7 +29,8 @@ from twellctl.bench.subject import Subject, is_in_fp8, open_subject
 from twellctl.bundle.twell_config import TILE, mapped_neurons
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.engine import SCREENED
-from twellctl.decoding.kernel_decoder import ONE_KERNEL
+from twellctl.decoding.kernel_decoder import ONE_KERNEL, KernelDecoder
+from twellctl.decoding.whole_step import WholeStep
 from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
 from twellctl.models.loading import fingerprint
@@ -176,4 +184,14 @@ class _Run:
             floor / self.bandwidth,
             way,
             is_in_fp8(opened.model),
+            self._stages(opened, way) if batch == 1 else (),
         )
+
+    def _stages(self, opened: OpenForm, way: str | None) -> tuple[Stage, ...]:
+        """If they are asked for, and steps of one row go by one kernel."""
+        if not self.settings.stages or not isinstance(decoder := opened.decoder, KernelDecoder):
+            return ()
+        step = decoder.ways(1).get(way or "")
+        if not isinstance(step, WholeStep):
+            return ()
+        return measure_stages(decoder, step, self.settings.length - 1)

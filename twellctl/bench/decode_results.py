@@ -14,6 +14,22 @@ ALLOWED_SHORTFALL_FP8 = 0.5  # the judge rounds inputs, which steps in FP8 leave
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Microseconds from the end of the stage before to the end of this one, means over layers.
+
+    `mean` of the blocks that have part in it, `least` and `most` of one block.
+    """
+
+    name: str
+    mean: float
+    least: float
+    most: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"us": self.mean, "us_least": self.least, "us_most": self.most}
+
+
+@dataclass(frozen=True)
 class DecodeForm:
     """One form of the model at one batch size. `step_seconds` of the steps that count, two or more.
 
@@ -21,7 +37,8 @@ class DecodeForm:
     both in the text that this form wrote. `shortfall` as in `Judged`; None: a fitted model without
     its map, which writes noise, is not judged. `floor_seconds`: what reading
     the weights and the cache of a step takes at the device's copy bandwidth. `way`: that its
-    steps went; None: its decoder has no plan. `in_fp8`: whether its weights are FP8.
+    steps went; None: its decoder has no plan. `in_fp8`: whether its weights are FP8. `stages` of a
+    layer, if they were asked for and one kernel makes the step.
     """
 
     name: str
@@ -34,6 +51,7 @@ class DecodeForm:
     floor_seconds: float
     way: str | None = None
     in_fp8: bool = False
+    stages: tuple[Stage, ...] = ()
 
     @property
     def allowed_shortfall(self) -> float:
@@ -67,6 +85,7 @@ class DecodeForm:
             "floor_bytes": self.floor_bytes,
             "floor_steps_per_second": 1 / self.floor_seconds,
             "of_floor": self.floor_seconds / self.seconds,
+            "stages": {stage.name: stage.to_json() for stage in self.stages},
         }
 
 

@@ -86,6 +86,7 @@ class OpenForm:
     plan: WayPlan | None = None  # of its steps; None of decoders without kernels
     screens: Screens | None = None
     step_kind: str = "bf16"  # of the weights that steps in one kernel read
+    decoder: Decoder | None = None
 
     def way(self, rows: int) -> str | None:
         """That steps of so many rows go; None without a plan."""
@@ -117,6 +118,7 @@ class ModelForm:
             plan=getattr(scheduler.decoder, "plan", None),
             screens=getattr(scheduler.decoder, "screens", None),
             step_kind=getattr(scheduler.decoder, "step_kind", "bf16"),
+            decoder=scheduler.decoder,
         )
 
 

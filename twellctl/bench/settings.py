@@ -153,6 +153,9 @@ class DecodeSettings(AnyModel):
     )
     dense_fp8: bool = setting(True, "Also time dense FP8, if the GPU supports it.")
     gates: str = setting(SCREENED, _GATES, choices=GATES)
+    stages: bool = setting(
+        False, "Also show where a layer's time goes, for one sequence whose step is one kernel."
+    )
     densities: tuple[float, ...] = setting(
         (0.02, 0.05, 0.1, 0.2),
         "Share of the random model's neurons that fire; 1: all. Repeatable.",

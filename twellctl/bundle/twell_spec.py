@@ -278,7 +278,14 @@ def _step_numbers(source: str) -> dict[str, int | str]:
     return {}
 
 
-# as step_shared.cuh numbers them
+# what clocks are noted behind, and how the FFN goes, as step_shared.cuh numbers them
+STEP_STAGES = (
+    *("x is there", "x is dealt", "q, k and v"),
+    *("heads are there", "heads are dealt", "o"),
+    *("sum is there", "sum is dealt", "gate"),
+    *("attention", "what fired", "up", "down", "parts are there", "their sum"),
+)
+NUM_STEP_STAGES = len(STEP_STAGES)
 STEP_FORMS = {"dense": 0, "sparse": 1, "screened": 2}
 
 

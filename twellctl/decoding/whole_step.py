@@ -120,12 +120,19 @@ class WholeStep:
         # through which blocks hand results to each other, and how often they were used
         self._words = torch.zeros(6 * K + blocks * (K + 4 * D), dtype=torch.int32, device=device)
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
-        self.stamps: Tensor | None = None  # int64 [layers, stages, blocks]: clocks, if asked for
 
-    def __call__(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    def new_stamps(self) -> Tensor:
+        """Zeros for the clocks of a step, int64 `[L, len(STEP_STAGES), blocks]`."""
+        size = len(self._layers), spec.NUM_STEP_STAGES, self._limits.num_sms
+        return torch.zeros(size, dtype=torch.int64, device=self._head.device)
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, tables: Tensor, stamps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Logits float32 `[1, V]`, and how many neurons of each layer fired, int32 `[L, 1]`.
 
-        int32 tokens and positions `[1, 1]`, tables `[1, W]`, as of `Decoder.run`.
+        int32 tokens and positions `[1, 1]`, tables `[1, W]`, as of `Decoder.run`. `stamps`, of
+        `new_stamps`, gets each block's clock behind each stage that it has part in.
         """
         sizes, device = self._sizes, tokens.device
         embeddings, V = self._embeddings, ceil_div(sizes.V, spec.STEP_QUAD) * spec.STEP_QUAD
@@ -159,7 +166,7 @@ class WholeStep:
                 "epoch": self._epoch,
                 "counts": counts,
                 "logits": logits,
-                "stamps": self.stamps,
+                "stamps": stamps,
             },
             self._limits.smem_bytes,
             together=True,

@@ -83,8 +83,19 @@ def _model_table(point: Any) -> None:
     steps = len(point.dense.step_seconds)
     ui.table(f"batch {point.batch}; medians of {steps} steps; floor in steps/s", columns, rows)
     _left_out(point.skipped)
+    for form in point.forms:
+        if form.stages:
+            _stage_table(form)
     if (twell := point.twell) and point.batch > 1:
         ui.say(f"neurons that fire for some row of a step: {twell.union:.1%}")
+
+
+def _stage_table(form: Any) -> None:
+    rows = [
+        [stage.name, *(f"{us:.2f}" for us in (stage.mean, stage.least, stage.most))]
+        for stage in form.stages
+    ]
+    ui.table(f"a layer of {form.name}, in us", ["until", "mean", "least block", "most"], rows)
 
 
 def drafted(found: Any) -> None:
