@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 import re
 import warnings
 from dataclasses import replace
@@ -25,8 +24,10 @@ from twellctl.models.loading import load_tokenizer
 from twellctl.screens.make import tried_out
 from twellctl.text.blocks import token_stream
 from twellctl.text.reading import read_texts
+from twellctl.training.memory import least_bytes
 from twellctl.training.recipe import run_folder
 from twellctl.training.runs import last_checkpoint
+from twellctl.training.step_cost import step_operations
 from twellctl.training.trainer import SparseTrainer
 
 
@@ -64,12 +65,36 @@ def test_rate_and_sizes_are_those_of_the_run(relu_llama, text_file):
     assert found.changes == {}
 
 
-def test_one_slow_step_on_a_cpu_is_enough(relu_llama, text_file, monkeypatch):
-    monkeypatch.setattr(module, "SLOW", 0.0)
-    notes = []
-    found = dry_run(relu_llama, small(text_file), doing=notes.append)
-    assert notes[2:] == ["taking step 1 of 5 to measure"]
-    assert 0 < found.tokens_per_second < math.inf
+def test_steps_that_are_slow_on_a_cpu_are_not_taken(relu_llama, text_file, monkeypatch, capsys):
+    monkeypatch.setattr(module, "product_rate", lambda: 1e6)
+    notes, recipe = [], small(text_file, save_steps=2)
+    found = dry_run(relu_llama, recipe, doing=notes.append)
+    assert notes == ["reading the first of the text"]
+    assert found.num_trained == sum(tensor.numel() for tensor in weights(relu_llama).values())
+    assert found.peak_bytes == least_bytes(open_checkpoint(relu_llama), recipe)
+    monkeypatch.undo()
+    taken = dry_run(relu_llama, recipe)
+    assert not taken.is_guess
+    assert found.checkpoint_bytes == pytest.approx(taken.checkpoint_bytes, rel=0.02)
+    tried_out(found, "")
+    said = capsys.readouterr().out
+    assert ", by a guess, as a step takes too long to try, " in said
+    assert "at least 0.0 of" in said
+
+
+def test_what_a_step_computes(relu_llama, text_file):
+    """What LoRA freezes has no gradient of its own, and activations are computed again."""
+    checkpoint, recipe = open_checkpoint(relu_llama), small(text_file, batch_size=3, seq_len=32)
+    tensors = weights(relu_llama)
+    layers = [t for name, t in tensors.items() if t.ndim == 2 and ".layers." in name]
+    inside, head = sum(t.numel() for t in layers), tensors["model.embed_tokens.weight"].numel()
+    ours, theirs = 6 * (inside + head), 2 * (inside + head)
+    muon = sum(5 * (4 * min(t.shape) * t.numel() + 2 * min(t.shape) ** 3) for t in layers)
+    assert step_operations(checkpoint, recipe) == 96 * (ours + theirs) + muon
+    alone = replace(recipe, teacher="none", optimizer="adamw")
+    assert step_operations(checkpoint, alone) == 96 * ours
+    frozen = replace(alone, lora_rank=2, lora_ffn=True, gradient_checkpointing=True)
+    assert step_operations(checkpoint, frozen) == 96 * (6 * inside + 6 * head)
 
 
 def test_epochs_are_about_the_steps_of_the_run(relu_llama, text_file):
@@ -219,7 +244,7 @@ def test_what_cannot_fit_is_not_even_loaded(relu_llama, text_file, monkeypatch):
     of_inside = sum(t.numel() for t in inside)
     numbers = 4 * of_all - of_inside  # weight, gradient, one momentum or two
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        monkeypatch.setattr(module, "total_bytes", lambda n=numbers * size: n + 2 * of_all)
+        monkeypatch.setattr(module, "total_bytes", lambda n=numbers * size: n + 4 * of_all)
         found = dry_run(relu_llama, small(text_file))
         assert tried == [dtype]
         assert found.changes.get("param_dtype", "float32") == dtype

@@ -274,8 +274,8 @@ def test_a_count_of_processes_that_is_no_number(monkeypatch, name):
 
 def test_what_several_gpus_would_hold(sources, monkeypatch):
     checkpoint = open_checkpoint(sources[False])
-    least = least_bytes(checkpoint, Recipe())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    least = least_bytes(checkpoint, Recipe())
     monkeypatch.setattr(memory, "total_bytes", lambda: 2 * least + 1)
     assert _on_several(checkpoint, Recipe()) == (OnSeveral(2, least, False),)
     forced = _on_several(checkpoint, Recipe(shard="always"))

@@ -2,7 +2,8 @@
 
 Nothing is written. Time and memory are measured on a few real steps, on the beginning of the run's
 text, with the teacher and the optimizer. Of a step that accumulates gradients, two parts run: the
-second one needs memory for the gradients of the first, too.
+second one needs memory for the gradients of the first, too. On a CPU, where these steps can take
+hours, they are not taken if that is to be expected, and the result is a guess by their products.
 
 In one process, settings that do not fit are reduced and tried again until they do, and the result
 says so. If weights, gradients and optimizer alone are too large, nothing is loaded. What several
@@ -41,11 +42,12 @@ from twellctl.training.memory import least_bytes, shards_on_several, total_bytes
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import Recipe, public_recipe, settings
 from twellctl.training.runs import check_alike, held_out_fraction, split_blocks
+from twellctl.training.step_cost import Measured, guessed, product_rate, step_seconds
 from twellctl.training.teacher import choose_teacher
 from twellctl.training.trainer import SparseTrainer
 
 STEPS = 5
-SLOW = 30.0  # seconds of a step; after such a one on a CPU, which compiles nothing, none follows
+PATIENCE = 20.0  # seconds that they may take on a CPU, by a guess
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,6 @@ class Probe:
     blocks: np.ndarray
     folder: Path
     doing: Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What some steps took, scaled to a whole step; bytes as in `DryRun`."""
-
-    num_trained: int
-    checkpoint_bytes: int
-    tokens_per_second: float
-    peak_bytes: int
-    is_sharded: bool
 
 
 @dataclass(frozen=True)
@@ -85,9 +76,10 @@ class DryRun:
     """What a run would take, and which kind of `memory`.
 
     `passes` over the text, and `num_steps` if epochs are given, are estimated from file sizes.
-    `peak_bytes` is the most memory that one process allocated (on a CPU, its whole memory);
-    `total_bytes` is what the GPU has, or what the system could give a process. `checkpoint_bytes`
-    is the size of one checkpoint on disk, 0 without any. `is_sharded`: over `num_processes`.
+    `peak_bytes` is the most memory that one process allocated (on a CPU, its whole memory); if no
+    step was taken (`is_guess`), the least that it needs. `total_bytes` is what the GPU has, or what
+    the system could give a process. `checkpoint_bytes` is the size of one checkpoint on disk, 0
+    without any. `is_sharded`: over `num_processes`.
     `on_several`: what several GPUs would hold, for a run of one process. `changes` are the settings
     without which the run does not fit. `config` is the model's config.json or a folder with it.
     `density` is the target, None without one.
@@ -107,6 +99,7 @@ class DryRun:
     changes: dict[str, object]
     num_processes: int = 1
     is_sharded: bool = False
+    is_guess: bool = False
     on_several: tuple[OnSeveral, ...] = ()
 
     @property
@@ -151,6 +144,7 @@ def dry_run(
         changes=changes,
         num_processes=world.num_processes,
         is_sharded=measured.is_sharded,
+        is_guess=measured.is_guess,
         on_several=_on_several(checkpoint, recipe) if world.num_processes == 1 else (),
     )
 
@@ -266,11 +260,15 @@ def _on_several(checkpoint: Checkpoint, recipe: Recipe) -> tuple[OnSeveral, ...]
 
 
 def _measure(checkpoint: Checkpoint, recipe: Recipe, probe: Probe) -> Measured:
-    """Take some steps, of one or two parts."""
+    """Take some steps, of one or two parts, unless they would take too long."""
     num_processes = PartialState().num_processes
     micro, parts = micro_batch(recipe, num_processes)
     probed = min(2, parts)
     size = probed * micro * num_processes
+    if not torch.cuda.is_available() and num_processes == 1:
+        rate, tried = product_rate(), dataclasses.replace(recipe, batch_size=size)
+        if STEPS * step_seconds(checkpoint, tried, rate) > PATIENCE:
+            return guessed(checkpoint, recipe, rate)
     short: dict[str, Any] = {"max_steps": STEPS, "max_tokens": None, "batch_size": size}
     short |= {"micro_batch_size": micro, "save_steps": 0, "eval_steps": 0, "report_to": "none"}
     probe.doing("loading the model")
@@ -315,9 +313,8 @@ class _Clock(TrainerCallback):
         self._began = 0.0
 
     def step_seconds(self) -> float:
-        """The median time of a step with its one or two parts, without the first of several."""
-        later = [b - a for a, b in itertools.pairwise(self.ends)]
-        return statistics.median(later or [self.ends[0] - self._began])
+        """The median time of a step with its one or two parts, without the first."""
+        return statistics.median(b - a for a, b in itertools.pairwise(self.ends))
 
     def part_seconds(self) -> float:
         """The median time of a part before the last, forward and backward; 0 with one part."""
@@ -334,8 +331,6 @@ class _Clock(TrainerCallback):
         self.trainer.finish_step(False)  # reads what the step found, so it waits for the device
         self.ends.append(_now())
         control.should_save = False
-        if not torch.cuda.is_available() and PartialState().num_processes == 1:
-            control.should_training_stop |= self.ends[-1] - self._began > SLOW
 
 
 def _now() -> float:

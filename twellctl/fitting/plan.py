@@ -1,6 +1,7 @@
 """What a fit takes: memory, from its shapes; and time, from a moment of products on this device."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,8 +25,10 @@ from twellctl.settings import chosen
 
 # over the time of products: on an H200 (7 layers of 1.5B, a million tokens), on two cores (29M)
 OVERHEAD = {"cuda": 2.2, "cpu": 1.5}
+DOUBLE = {"cuda": 8, "cpu": 2}  # how much longer products in float64 take
 LOGITS = 5  # tensors of their size that are held at the end
 PROBE = {"cuda": 8192, "cpu": 1024}  # rows and columns of the products that are timed
+TIMED = {"cuda": 3, "cpu": 15}  # so often; a CPU has other work, too
 TRIED = 1.1  # of the memory that is free, what a fit may be thought to take: the count is not exact
 
 
@@ -164,7 +167,9 @@ def planned(shape: Shape, fit: Fit, device: torch.device, rates: Rates) -> Plan:
         more = rounding.products()
         forward, sums, solves = forward + more[0], sums + more[1], solves + more[2]
         seconds = rounding.seconds(rates.rounding)
-    products = (forward + stepped) / rates.half + (sums + 8 * solves) / rates.single
+    products = (forward + stepped) / rates.half + (
+        sums + DOUBLE[device.type] * solves
+    ) / rates.single
     taken, wide = _bytes_of(shape, fit, on_gpu), 2 if on_gpu else 4
     host = wide * (shape.num_layers * shape.num_weights + shape.other_weights)
     return Plan(
@@ -221,9 +226,10 @@ def _rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds(run: Callable[[], Tensor], on_gpu: bool) -> float:
+    """The median time of a call, after one that is not counted."""
     run()
     found = []
-    for _ in range(3):
+    for _ in range(TIMED["cuda" if on_gpu else "cpu"]):
         if on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
@@ -231,4 +237,4 @@ def _seconds(run: Callable[[], Tensor], on_gpu: bool) -> float:
         if on_gpu:
             torch.cuda.synchronize()
         found.append(time.perf_counter() - began)
-    return min(found)
+    return statistics.median(found)

@@ -160,12 +160,15 @@ def tried_out(result: Any, changes: str) -> None:
     again = f", the text about {result.passes:.1f} times" if result.passes > 1.05 else ""
     tokens = f"{result.num_tokens} tokens{again}"
     ui.say(f"{result.num_steps} steps, {tokens}, {result.num_trained} parameters")
+    rate = result.tokens_per_second
     ui.say(
-        f"about {ui.duration(result.seconds)} at {result.tokens_per_second:.0f} tokens/s, "
-        "evaluations and checkpoints not counted"
+        f"about {ui.duration(result.seconds)} at {rate:.{'0f' if rate >= 10 else '2g'}} tokens/s"
+        + (", by a guess, as a step takes too long to try" if result.is_guess else "")
+        + ", evaluations and checkpoints not counted"
     )
     peak, total = (n / 2**30 for n in (result.peak_bytes, result.total_bytes))
-    ui.say(f"{peak:.1f} of {total:.1f} GiB of {result.memory}{_over_processes(result)}")
+    least = "at least " if result.is_guess else ""
+    ui.say(f"{least}{peak:.1f} of {total:.1f} GiB of {result.memory}{_over_processes(result)}")
     for plan in result.on_several:
         ui.say(_on_several(plan))
     if result.checkpoint_bytes:

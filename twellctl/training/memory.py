@@ -1,18 +1,40 @@
 """What a run takes at least, and whether each process can hold all of it."""
 
 import math
+from dataclasses import dataclass
 
 import psutil
 import torch
 
+from twellctl.evaluation.windows import dtype_for
 from twellctl.here.processes import from_all, is_one_of_several
 from twellctl.models.checkpoint import Checkpoint
+from twellctl.models.loading import default_device
 from twellctl.models.shards import TensorInfo
 from twellctl.training.recipe import Recipe
 from twellctl.training.teacher import choose_teacher
 
 FFN_WEIGHTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 REPLICA_SHARE = 0.5  # of the memory, at most; activations need the rest
+
+
+@dataclass(frozen=True)
+class Held:
+    """A weight of a student: its shape, whether it is a matrix of a layer, and who steps it."""
+
+    shape: tuple[int, ...]
+    in_layer: bool
+    is_trained: bool
+    by_muon: bool
+
+    @property
+    def number(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def copies(self) -> int:
+        """How often it is held: itself, a gradient, an optimizer's state."""
+        return (3 if self.by_muon else 4) if self.is_trained else 1
 
 
 def total_bytes() -> int:
@@ -25,10 +47,11 @@ def total_bytes() -> int:
 def least_bytes(checkpoint: Checkpoint, recipe: Recipe) -> int:
     """What weights, gradients, optimizer and teacher take, however small the batch is."""
     size = getattr(torch, recipe.param_dtype).itemsize
-    total = size * sum(num * copies for num, copies in _copies(checkpoint, recipe))
+    total = size * sum(weight.number * weight.copies for weight in held(checkpoint, recipe))
     teacher = choose_teacher(checkpoint, recipe)
     taught_by = _weights(teacher.checkpoint) if teacher else []
-    return total + sum(2 * math.prod(tensor.shape) for tensor in taught_by)  # bfloat16
+    of_teacher = dtype_for(default_device()).itemsize
+    return total + of_teacher * sum(math.prod(tensor.shape) for tensor in taught_by)
 
 
 def is_to_be_sharded(checkpoint: Checkpoint, recipe: Recipe) -> bool:
@@ -47,16 +70,15 @@ def shards_on_several(checkpoint: Checkpoint, recipe: Recipe) -> bool:
     return recipe.shard == "always" or least_bytes(checkpoint, recipe) > room
 
 
-def _copies(checkpoint: Checkpoint, recipe: Recipe) -> list[tuple[int, int]]:
-    """(elements, times they are held) of each weight: itself, a gradient, an optimizer's state."""
+def held(checkpoint: Checkpoint, recipe: Recipe) -> list[Held]:
+    """All weights of a student, a tied head's once. Those that LoRA adds are left out."""
     found = []
     for tensor in _weights(checkpoint):
-        copies = 1
         in_layer = len(tensor.shape) == 2 and ".layers." in tensor.name
         in_ffn = tensor.name.rpartition(".")[0].rpartition(".")[2] in FFN_WEIGHTS
-        if not recipe.lora_rank or (in_ffn and not recipe.lora_ffn):
-            copies = 3 if in_layer and recipe.optimizer == "muon" else 4
-        found.append((math.prod(tensor.shape), copies))
+        is_trained = not recipe.lora_rank or (in_ffn and not recipe.lora_ffn)
+        by_muon = is_trained and in_layer and recipe.optimizer == "muon"
+        found.append(Held(tuple(tensor.shape), in_layer, is_trained, by_muon))
     return found
 
 
