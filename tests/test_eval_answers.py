@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from edits import json_in, jsonl
+from fits import QUICK
 from greedy import greedy
 from judged_runs import RUNS, curve
 from transformers import AutoModelForCausalLM
@@ -137,6 +138,18 @@ def test_agreement_is_that_of_transformers_logits(make_model, tmp_path, tokenize
     assert (same.answers, same.agree, same.same_top, same.flips) == (5, 5, 1, 0)
     assert same.kl.mean == pytest.approx(0, abs=1e-6)
     assert same.verdict.step is None  # 5 answers are too few
+
+
+def test_a_fit_is_a_draft_of_its_original(success, silu_llama, relu_llama, text_file, prompts):
+    fit = prompts.parent / "fit"
+    convert(silu_llama, fit, data=[str(text_file)], **QUICK)
+    done = evaluate(fit, reference=silu_llama, prompts=prompts)
+    assert done.acceptance == done.answers.same_top > 0
+    assert done.to_json()["acceptance"] == done.acceptance
+    out, _ = success("eval", fit, "--reference", silu_llama, "--prompts", prompts)
+    assert f"as a draft (--exact) it is right for {done.acceptance:.2%} of the reference's" in out
+    for model, reference in ((silu_llama, silu_llama), (relu_llama, silu_llama), (fit, relu_llama)):
+        assert evaluate(model, reference=reference, prompts=prompts, limit=1).acceptance is None
 
 
 def test_prompts_come_out_of_chats(tokenizer, monkeypatch):

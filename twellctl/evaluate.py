@@ -34,6 +34,7 @@ from twellctl.firing.grouping import GroupedWindows, grouped_windows
 from twellctl.models.bytes_read import bytes_read
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, fingerprint
+from twellctl.models.originals import find_original
 from twellctl.settings import chosen
 from twellctl.text.files import kind_and_path
 from twellctl.text.reading import read_prompts, read_texts
@@ -101,6 +102,7 @@ def evaluate(
         bytes_read=bytes_read(own.checkpoint, None if scored is None else scored.density),
         reference_bytes_read=bytes_read(subjects[1].checkpoint) if len(subjects) > 1 else None,
         pairs=pairs,
+        acceptance=agreement.same_top if agreement and _is_draft(subjects) else None,
     )
 
 
@@ -259,6 +261,16 @@ def _compared(
     rows = zip(prompts, theirs, ours, strict=True)
     shown = spread([row for row in rows if row[1].tokens], SHOWN_PAIRS)
     return score, tuple(pair_of(question_in(own.tokenizer, row[0]), *row[1:]) for row in shown)
+
+
+def _is_draft(subjects: Sequence[Subject]) -> bool:
+    """Whether the model is a fit of its reference, and so can draft for it, by their files."""
+    fit, original = (one.checkpoint for one in subjects)
+    try:
+        find_original(fit, original=original.name)
+    except TwellError:
+        return False
+    return True
 
 
 def _windows(opened: Sequence[Opened], how: Evaluating) -> GroupedWindows:

@@ -278,6 +278,10 @@ class Evaluation(Shown):
     each task at most. A step of one token reads `bytes_read` of linear layers in the blocks
     (models/bytes_read.py); None where it is not known how many neurons fire. `pairs`: some of the
     answers that were compared, with the reference's.
+
+    `acceptance`: if the reference is the fit's original, the share of its tokens that the fit would
+    draft right (--exact), reading its own keys and values; a draft, which reads the original's, is
+    right more often. Else None.
     """
 
     model: str
@@ -294,6 +298,7 @@ class Evaluation(Shown):
     bytes_read: int | None = None
     reference_bytes_read: int | None = None
     pairs: tuple[Pair, ...] = ()
+    acceptance: float | None = None
 
     @property
     def verdict(self) -> Verdict | None:

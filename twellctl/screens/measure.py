@@ -74,6 +74,11 @@ def evaluated(result: Any) -> None:
         _text(result)
     if result.answers is not None:
         answered(result.answers)
+    if result.acceptance is not None:
+        ui.say(
+            f"acceptance: as a draft (--exact) it is right for {result.acceptance:.2%} of the "
+            "reference's tokens, and for more where it reads the reference's keys and values, too"
+        )
     if choices := [task for task in result.tasks if task.kind == "choices"]:
         _tasks(result, choices)
     if written := [task for task in result.tasks if task.kind != "choices"]:
