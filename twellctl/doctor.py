@@ -25,6 +25,8 @@ from twellctl.here.machine import (
 )
 from twellctl.here.resources import bundle_files
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.originals import find_original
+from twellctl.models.shards import ABOVE, ORIGINAL
 from twellctl.vllm.installed import find_vllm
 
 
@@ -92,7 +94,22 @@ def _find_folder(model: str | Path) -> tuple[Finding, ...]:
         f"{len(checkpoint.shards)} files"
     )
     plans = find_plans(ffn.hidden_size, ffn.intermediate_size, ffn.num_layers)
-    return Finding("checkpoint", "ok", what), _find_bundle(checkpoint), plans
+    found = Finding("checkpoint", "ok", what), _find_bundle(checkpoint), plans
+    return (*found, *_find_original(checkpoint))
+
+
+def _find_original(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Whether the original in an export is that of its fit; nothing if there is none."""
+    if not (checkpoint.path / ORIGINAL).is_dir():
+        return ()
+    try:
+        found = find_original(checkpoint)
+        assert found is not None
+    except TwellError as error:
+        return (Finding("original", "bad", str(error)),)
+    shared = sum(tensor.shard.startswith(ABOVE) for tensor in found.stored.values())
+    what = f"{ORIGINAL}, {shared} of its {len(found.stored)} tensors are this model's: for --exact"
+    return (Finding("original", "ok", what),)
 
 
 def _find_bundle(checkpoint: Checkpoint) -> Finding:

@@ -7,7 +7,7 @@ slots of a profile. The folder also gets the bundle: the code, the kernels' sour
 manifest with their sha256 and that of quantised weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,11 @@ from twellctl.models.card_speed import read_bench
 from twellctl.models.carried import copy_side_files, own_file, write_config
 from twellctl.models.checkpoint import GATED, SILU, Checkpoint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
+from twellctl.models.originals import find_original
 from twellctl.models.rotary import for_all_readers
 from twellctl.models.schemes import INT4, SCHEMES, Scheme, scheme_of
 from twellctl.models.shard_writer import write_shards
+from twellctl.models.shards import read_header
 from twellctl.report.notebook import Shown
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ class Exported(Shown):
 
     `sharpness` is the least sharpness of any ReLU neuron. `scheme` is what the weights of
     linear layers are stored in (models/schemes.py), None for plain floats. `over_twell_in_vllm`:
-    whether vLLM serves the export with TwELL if twellctl is installed.
+    whether vLLM serves the export with TwELL if twellctl is installed. `has_original`: whether the
+    folder holds the fit's original, too.
     """
 
     out: Path
@@ -49,6 +52,7 @@ class Exported(Shown):
     sharpness: int
     scheme: Scheme | None
     over_twell_in_vllm: bool
+    has_original: bool
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ def export(
     evaluation: str | Path | None = None,
     bench: str | Path | None = None,
     quantize: str | None = None,
+    with_original: bool = False,
+    original: str | Path | None = None,
     overwrite: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> Exported:
@@ -77,23 +83,26 @@ def export(
     Slots come from `profile`, else from the model. The model card gets losses and tasks from
     `evaluation`, an 'eval --json' file, and the steps per second from `bench`, a 'bench decode
     --json' file. `quantize` names the scheme to which the weights of linear layers are rounded
-    (models/schemes.py). Raises `TwellError`.
+    (models/schemes.py). `with_original`: the folder also holds the model that `model` was fitted
+    to (`original` as in `twellctl.generate.load`), for exact answers (models/with_original.py).
+    Raises `TwellError`.
     """
     out = from_home(out)
     if quantize not in (None, *SCHEMES):
         raise UsageError(f"quantize must be {' or '.join(SCHEMES)}, got {quantize!r}")
-    files = model, profile, evaluation, bench
+    files = model, profile, evaluation, bench, original
     inputs = [Path(path) for path in files if isinstance(path, str | Path)]
     with staged(out, overwrite=overwrite, inputs=inputs) as stage:
         checkpoint = open_checkpoint(model)
         if quantize is not None or checkpoint.scheme is not INT4:
             checkpoint.require_unquantised()
         checkpoint.require_relu()
+        source = find_original(checkpoint, with_original, original, "--with-original")
         measured = _read_measured(checkpoint, profile, evaluation, bench, quantize)
-        config, largest = _write_model(checkpoint, stage, measured, quantize)
+        config, largest = _write_model(checkpoint, stage, measured, quantize, source)
         _write_card(checkpoint, stage, out.name, measured)
     _note_shortcomings(checkpoint, is_evaluated=evaluation is not None, largest=largest, note=note)
-    return _exported(out, config, is_profiled=profile is not None)
+    return _exported(out, config, is_profiled=profile is not None, has_original=with_original)
 
 
 def _read_measured(
@@ -124,7 +133,11 @@ def _read_measured(
 
 
 def _write_model(
-    checkpoint: Checkpoint, folder: Path, measured: _Measured, quantize: str | None
+    checkpoint: Checkpoint,
+    folder: Path,
+    measured: _Measured,
+    quantize: str | None,
+    original: Checkpoint | None,
 ) -> tuple[dict[str, Any], float]:
     """Write all but the card. Returns config.json and the largest value that was measured."""
     from twellctl.models.silu_form import choose_form
@@ -137,7 +150,7 @@ def _write_model(
     form, largest = choose_form(layers, checkpoint.ffn.num_layers, checkpoint.silu_form)
     activation = {checkpoint.activation_key: _stock_activation(twell["source_act"])}
     config = checkpoint.config | activation | {"twell": twell | form}
-    config |= _write_weights_and_bundle(checkpoint, folder, form, quantize)
+    config |= _write_weights_and_bundle(checkpoint, folder, form, quantize, original)
     config |= for_all_readers(config)
     copy_side_files(checkpoint, folder)
     write_config(folder, config)
@@ -194,7 +207,9 @@ def _note_lost_map(checkpoint: Checkpoint, note: Callable[[str], None]) -> None:
         )
 
 
-def _exported(out: Path, config: dict[str, Any], *, is_profiled: bool) -> Exported:
+def _exported(
+    out: Path, config: dict[str, Any], *, is_profiled: bool, has_original: bool
+) -> Exported:
     twell = config["twell"]
     return Exported(
         out=out,
@@ -205,43 +220,59 @@ def _exported(out: Path, config: dict[str, Any], *, is_profiled: bool) -> Export
         sharpness=least_sharpness(twell),
         scheme=scheme_of(config),
         over_twell_in_vllm=is_served_over_twell(config),
+        has_original=has_original,
     )
 
 
 def _write_weights_and_bundle(
-    checkpoint: Checkpoint, folder: Path, form: dict, quantize: str | None
+    checkpoint: Checkpoint,
+    folder: Path,
+    form: dict,
+    quantize: str | None,
+    original: Checkpoint | None,
 ) -> dict:
-    """Write both, for weights that are sound; what config.json says of classes and weights."""
+    """Write both, for weights that are sound, and what the `original` has besides; what config.json
+    says of classes and weights."""
     from twellctl.bundle.twell_bundle import make_bundle, write_bundle
     from twellctl.bundle.twell_model import config_entries
     from twellctl.models.exportable import exportable_skeleton
     from twellctl.models.loading import read_tensors, refuse_not_finite
+    from twellctl.models.quantised import kept_layers, round_tensors, rounded_layers
+    from twellctl.models.with_original import equal_tensors, write_original
 
     model = exportable_skeleton(checkpoint)
     entries = config_entries(type(model).__name__, checkpoint.config["model_type"])
     for shard in checkpoint.shards:
         own_file(checkpoint.path / shard)
+    apart = set() if original is None else equal_tensors(original, checkpoint)
     refuse_not_finite(checkpoint, read_tensors(checkpoint))
-    tensors = _in_silu_form(checkpoint, form)
-    if quantize is not None:
-        from twellctl.models.quantised import kept_layers, round_tensors, rounded_layers
-
-        scheme = SCHEMES[quantize]
-        tensors = round_tensors(tensors, rounded_layers(checkpoint, model), scheme)
+    if quantize is None:
+        tensors = _in_silu_form(checkpoint, form, first=apart)
+    else:
+        scheme, layers = SCHEMES[quantize], rounded_layers(checkpoint, model)
+        apart -= {f"{layer}.weight" for layer in layers}
+        tensors = round_tensors(_in_silu_form(checkpoint, form, first=apart), layers, scheme)
         entries["quantization_config"] = scheme.quantization_config(kept_layers(model))
-    files = [folder / name for name in write_shards(tensors, folder)]
+    files = [folder / name for name in write_shards(tensors, folder, apart=apart)]
+    if original is not None:
+        file_of = {name: file.name for file in files for name in read_header(file)}
+        write_original(original, folder, {name: file_of[name] for name in apart})
     is_rounded = quantize is not None or checkpoint.scheme is not None
     write_bundle(folder, make_bundle(bundle_files(), files if is_rounded else ()))
     return entries
 
 
-def _in_silu_form(checkpoint: Checkpoint, form: dict) -> Iterator[tuple[str, "Tensor"]]:
-    """Names and tensors in SiLU form; `TwellError` for a weight that overflows its dtype."""
+def _in_silu_form(
+    checkpoint: Checkpoint, form: dict, first: Container[str]
+) -> Iterator[tuple[str, "Tensor"]]:
+    """Names and tensors in SiLU form, those that are named in `first` before others; `TwellError`
+    for a weight that overflows its dtype."""
     from twellctl.models.loading import read_tensors
     from twellctl.models.silu_form import factors, scaled
 
     by = factors(checkpoint.stored, form, checkpoint.ffn.intermediate_size)
-    for name, tensor in read_tensors(checkpoint, packed=True):
+    names = sorted(checkpoint.stored, key=lambda name: name not in first)
+    for name, tensor in read_tensors(checkpoint, names, packed=True):
         if name in by:
             tensor = scaled(tensor, by[name])
             if not tensor.abs().amax().isfinite():

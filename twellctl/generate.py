@@ -261,8 +261,9 @@ def load(
     sequence reads, if one kernel can run the step and is faster.
 
     `stable`: no token depends on how many a pass has (decoding/stable.py); all neurons are
-    computed. `exact`: the answers are those of the model that `model` was fitted to, which its
-    config.json names, or `original`, in stable decoding. `model` drafts them.
+    computed. `exact`: the answers are those of the model that `model` was fitted to, in stable
+    decoding: `original`, else the one in its folder (`export --with-original`), else what its
+    config.json names. `model` drafts them.
     """
     check_gates(gates)
     checkpoint = open_checkpoint(model)

@@ -125,7 +125,7 @@ def write(
     begun are completed. Lines go to `out` as they are written, and can be used however the run
     ends; the same call again continues. At the end they are put in the order of the prompts' draw.
     `overwrite` replaces a file of this command, at the first new line. With `exact` the model that
-    `model` was fitted to writes, which its config.json names, or `original`: the file is the one
+    `model` was fitted to writes (`original` as in `twellctl.generate.load`): the file is the one
     that it would write by itself. Raises `TwellError`.
     """
     out, how = from_home(out), chosen(Writing, settings)

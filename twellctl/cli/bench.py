@@ -65,7 +65,8 @@ def exact(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="The model that FIT was fitted to. [default: what its config.json names]",
+            help="The model that FIT was fitted to. [default: the one in its folder, or what its "
+            "config.json names]",
         ),
     ] = None,
     flags: Annotated[dict, ExactSettings],

@@ -243,6 +243,22 @@ def export(
     evaluation: EvaluationFile = None,
     bench: BenchFile = None,
     quantize: Quantize = None,
+    with_original: Annotated[
+        bool,
+        typer.Option(
+            "--with-original",
+            help="Put the model that MODEL was fitted to into OUT as well, for --exact without "
+            "--original. Weights that are equal in both lie there once.",
+        ),
+    ] = False,
+    original: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="With --with-original: that model. [default: the one in MODEL's folder, or what "
+            "its config.json names as source]",
+        ),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Write a folder that runs sparse with TwELL, and dense in any engine.
@@ -261,6 +277,8 @@ def export(
         evaluation=evaluation,
         bench=bench,
         quantize=quantize,
+        with_original=with_original,
+        original=original,
         overwrite=overwrite,
         note=ui.note,
     )

@@ -336,6 +336,8 @@ def _words(
         case "export":
             words = [newest, made[name]]
             given = {one: made[one] for one in ("profile", "eval") if one in before}
+            if steps[name].get("with-original"):
+                given["original"] = model
     return words, given | steps[name]
 
 

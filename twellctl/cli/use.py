@@ -70,8 +70,8 @@ Original = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="With --exact: the model that MODEL was fitted to. [default: what its config.json "
-        "names as source]",
+        help="With --exact: the model that MODEL was fitted to. [default: the one that export "
+        "--with-original put into its folder, or what its config.json names as source]",
     ),
 ]
 ApiKey = Annotated[

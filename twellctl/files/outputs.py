@@ -23,7 +23,8 @@ from twellctl.files.workspace import (
 
 NOT_OURS = "was not written by twellctl"
 # that commands, Python and the hub's tools put into a model's folder
-_FOLDERS = {"twell_kernels", "additional_chat_templates", "runs", "__pycache__", ".cache"}
+_FOLDERS = {"twell_kernels", "twell_original", "additional_chat_templates", "runs"}
+_FOLDERS |= {"__pycache__", ".cache"}
 
 
 def not_ours_in_model(folder: Path) -> str | None:

@@ -21,6 +21,7 @@ from twellctl.models.carried import CARD, REPORT_FILE, json_object
 from twellctl.models.checks import activation_key
 from twellctl.models.in_vllm import DENSELY, is_served_over_twell
 from twellctl.models.schemes import INT4, scheme_of
+from twellctl.models.shards import ORIGINAL
 from twellctl.models.verdict import verdict_of
 
 EVALUATION_VERSION = 1
@@ -53,7 +54,7 @@ With twellctl installed:
 
 ```
 twellctl generate    {word} "Once upon a time"
-twellctl serve-local {word}    # OpenAI's API and a page to chat, on http://127.0.0.1:8000
+twellctl serve-local {word}    # OpenAI's API and a page to chat, on http://127.0.0.1:8000{exact}
 ```
 
 ## In other engines
@@ -92,6 +93,8 @@ _STOCK_NEEDS = """ It needs the
 package {package}."""
 _QUANTISED_OWN = """ With `trust_remote_code=True` it loads {ours} from this
 folder instead, which needs neither that package nor twellctl and computes the same."""
+_EXACT = """
+twellctl serve-local {word} --exact    # the answers of its original, which is here, too"""
 _ALL_NEURONS = "Every neuron is computed for every token."
 _AS_IT_IS = (
     "Engines that read compressed-tensors, such as vLLM and SGLang, run this folder as it is."
@@ -141,6 +144,7 @@ def write_card(folder: Path, name: str, source: Path, **measured: Any) -> None:
         stock_needs=_STOCK_NEEDS.format(package=scheme.package) if scheme else "",
         over_twell=_over_twell(config),
         engines=_engines(config, word),
+        exact=_EXACT.format(word=word) if (folder / ORIGINAL).is_dir() else "",
     )
     (folder / CARD).write_text(card, encoding="utf-8")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from twellctl.errors import TwellError
 from twellctl.files.strict_json import json_text
 from twellctl.models.checkpoint import FIT_FILE, REPORT_FILE, Checkpoint
-from twellctl.models.shards import INDEX, SINGLE
+from twellctl.models.shards import ABOVE, INDEX, SINGLE
 
 METRICS_FILE = "metrics.jsonl"  # in a run folder, and in what it becomes
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")  # or in tokenizer_config.json
@@ -42,7 +42,12 @@ _OF_A_MACHINE = ("_name_or_path", "name_or_path", "special_tokens_map_file", "to
 
 
 def copy_weights(checkpoint: Checkpoint, folder: Path) -> None:
-    """The weights as they are."""
+    """The weights as they are. `TwellError` for those of which some lie in the folder above."""
+    if any(shard.startswith(ABOVE) for shard in checkpoint.shards):
+        raise TwellError(
+            f"{checkpoint.name} has its attention in the folder above: take the model that it is a "
+            "copy of"
+        )
     names = checkpoint.shards if checkpoint.shards == (SINGLE,) else (*checkpoint.shards, INDEX)
     for name in names:
         shutil.copyfile(own_file(checkpoint.path / name), folder / name)

@@ -17,7 +17,7 @@ from twellctl.files.workspace import workspace_of
 from twellctl.models import checks
 from twellctl.models.defaults import completed, context_of, refuse_wrapped
 from twellctl.models.schemes import INT4, Scheme, scheme_of
-from twellctl.models.shards import TensorInfo, other_weights, read_shards, with_weights
+from twellctl.models.shards import ORIGINAL, TensorInfo, other_weights, read_shards, with_weights
 
 SILU = ("silu", "swish")
 GATED = (*SILU, "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "mish")
@@ -301,7 +301,7 @@ def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "model*.safetensors", "*.model", "*.jinja", "*.txt", "*.md"]
-    wanted += ["LICEN[SC]E*", "NOTICE*"]
+    wanted += ["LICEN[SC]E*", "NOTICE*", f"{ORIGINAL}/*.safetensors"]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:

@@ -13,6 +13,7 @@ from twellctl.errors import TwellError, UsageError, shown
 from twellctl.files.made_of import contents_of
 from twellctl.models.checkpoint import FIT_FILE, REPORT_FILE, Checkpoint, open_checkpoint
 from twellctl.models.checks import ACTIVATION_KEYS
+from twellctl.models.shards import ORIGINAL
 
 if TYPE_CHECKING:
     import torch
@@ -36,20 +37,24 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mode
 
 
 def find_original(
-    fit: Checkpoint, exact: bool = True, original: str | Path | None = None
+    fit: Checkpoint,
+    wanted: bool = True,
+    original: str | Path | None = None,
+    flag: str = "--exact",
 ) -> Checkpoint | None:
-    """The model that `fit` was made from: `original`, or what its config.json names; None unless
-    `exact`.
+    """The model that `fit` was made from: `original`, or the one in its folder, or what its
+    config.json names; None unless `wanted`, which `flag` says.
 
     `TwellError` for what is no fit, for a fit of another model, and where none is named. Weights
     are compared by `load_pair`.
     """
-    if not exact:
+    if not wanted:
         if original is not None:
-            raise UsageError(f"original {original} is for exact answers: add --exact")
+            raise UsageError(f"original {original} is for exact answers: add {flag}")
         return None
     _refuse_no_fit(fit)
-    source = original or fit.twell.get("source")
+    within = fit.path / ORIGINAL
+    source = original or (within if within.is_dir() else fit.twell.get("source"))
     if source is None:
         raise TwellError(
             f"{fit.name} does not say from which model it was made: name that with --original MODEL"
@@ -126,13 +131,18 @@ def load_pair(
 
     cpu = torch.device("cpu")
     models = load_model(original, device=cpu), load_model(fit, device=cpu)
-    may_differ = _is_of_layers if fit.scheme else lambda name: False
+    may_differ = is_of_layers if fit.scheme else lambda name: False
     if (name := share_equal(*models, may_differ)) is not None:
-        raise TwellError(
-            f"{fit.name} was not made from {original.name}, or changed after that: {name} differs"
-        )
+        raise not_made_from(fit, original, name)
     one, other = (model.to(device or default_device()) for model in models)
     return one, other
+
+
+def not_made_from(fit: Checkpoint, original: Checkpoint, name: str) -> TwellError:
+    """Because of the tensor of that name."""
+    return TwellError(
+        f"{fit.name} was not made from {original.name}, or changed after that: {name} differs"
+    )
 
 
 def share_equal(
@@ -149,14 +159,14 @@ def share_equal(
             continue
         for last, own in list(module.named_parameters(recurse=False)):
             name = f"{prefix}.{last}" if prefix else last
-            if _are_equal(own, theirs.get(name)):
+            if are_equal(own, theirs.get(name)):
                 module.register_parameter(last, theirs[name])
             elif not may_differ(name):
                 return name
     return None
 
 
-def _are_equal(one, other) -> bool:
+def are_equal(one, other) -> bool:
     """Whether two tensors hold the same bytes."""
     import torch
 
@@ -165,6 +175,6 @@ def _are_equal(one, other) -> bool:
     return torch.equal(*(part.detach().contiguous().view(torch.uint8) for part in (one, other)))
 
 
-def _is_of_layers(name: str) -> bool:
+def is_of_layers(name: str) -> bool:
     """Whether a parameter is of a linear layer in a block, which rounding changes."""
     return "_proj." in name

@@ -16,6 +16,7 @@ from twellctl.files.strict_json import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ORIGINAL, ABOVE = "twell_original", "../"  # a model in a model's folder, some of whose files it has
 FLOATS = ("F32", "F16", "BF16")
 _NUMBERED = re.compile(r"-of-0*(\d+)\.safetensors$")
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".ggml", ".h5", ".msgpack")
@@ -37,7 +38,10 @@ class TensorInfo:
 
 
 def read_shards(name: str, path: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
-    """All tensors of the folder `path`, and its files; `name` is what the user called it."""
+    """All tensors of the folder `path`, and its files; `name` is what the user called it.
+
+    Files of the folder above are for one that is called `ORIGINAL`.
+    """
     if (path / SINGLE).is_file():
         return read_header(path / SINGLE), (SINGLE,)
     if not (path / INDEX).is_file():
@@ -56,11 +60,12 @@ def read_shards(name: str, path: Path) -> tuple[dict[str, TensorInfo], tuple[str
     tensors: dict[str, TensorInfo] = {}
     shards = tuple(sorted({str(shard) for shard in weight_map.values()}))
     for shard in shards:
-        if Path(shard).name != shard:
+        inside = shard.removeprefix(ABOVE) if path.name == ORIGINAL else shard
+        if Path(inside).name != inside:
             raise TwellError(f"{path / INDEX} names {shard}, outside the folder: copy it again")
         if not os.path.isfile(path / shard):  # Path's raises for a name that is too long
             raise TwellError(f"{path / INDEX} names {shard}, which is missing: fetch it again")
-        found = read_header(path / shard)  # what another shard has as well counts there
+        found = read_header(path / shard, shard)  # what another shard has as well counts there
         tensors |= {name: it for name, it in found.items() if weight_map.get(name, shard) == shard}
     for tensor, shard in weight_map.items():
         if tensor not in tensors or tensors[tensor].shard != shard:
@@ -134,13 +139,16 @@ def _check_group_size(name: str, weight: TensorInfo, wanted: int | None) -> None
         )
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file; `TwellError` if it is truncated or no such file."""
+def read_header(path: Path, shard: str | None = None) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, which its model calls `shard`, None: by its name;
+    `TwellError` if it is truncated or no such file."""
     try:
         with path.open("rb"), safe_open(path, framework="np") as file:  # which says why not
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
-                name: TensorInfo(name, part.get_dtype(), tuple(part.get_shape()), path.name)
+                name: TensorInfo(
+                    name, part.get_dtype(), tuple(part.get_shape()), shard or path.name
+                )
                 for name, part in slices.items()
             }
     except OSError as error:

@@ -219,7 +219,11 @@ def exported(result: Any) -> None:
         ui.say("vLLM serves it dense, by its own kernels for 4 bits")
     else:
         ui.say("vLLM serves it dense; if twellctl is installed, with --model-impl transformers")
-    ui.say(f"next: twellctl generate {ui.word(result.out)} PROMPT")
+    exact = ""
+    if result.has_original:
+        ui.say("it holds its original, too, whose answers it drafts with --exact")
+        exact = " --exact"
+    ui.say(f"next: twellctl generate {ui.word(result.out)} PROMPT{exact}")
 
 
 def quickstarted(result: Any) -> None:
