@@ -9,6 +9,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
+from twellctl.decoding.decoder import Wanted
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.sampler import Field
 
@@ -53,6 +54,7 @@ class HistoryDecoder:
     max_rows = None
     prefill_chunk = 100
     capturable = stable = False
+    most_rough = 0
 
     def __init__(self, num_pages: int = 40):
         self.calls: list[tuple] = []
@@ -65,7 +67,12 @@ class HistoryDecoder:
         return sorted({1, max_pages})
 
     def run(
-        self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int = 1
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        last: int = 1,
+        wanted: Wanted = Wanted.EXACT,
     ) -> tuple[Tensor, Tensor]:
         (B, Q), ends = tokens.shape, (positions[:, -1] + 1).tolist()
         if last == Q:

@@ -194,9 +194,9 @@ class Timed(HistoryDecoder):
 
     now = 0.0
 
-    def run(self, tokens, positions, tables, last=1):
+    def run(self, tokens, positions, tables, last=1, **how):
         self.now += 1
-        return super().run(tokens, positions, tables, last)
+        return super().run(tokens, positions, tables, last, **how)
 
 
 @pytest.mark.parametrize("count", [1, 3, 6])

@@ -23,9 +23,9 @@ class Gated(HistoryDecoder):
         self.gate = threading.Event()
         self.gate.set()
 
-    def run(self, tokens, positions, tables, last=1):
+    def run(self, tokens, positions, tables, last=1, **how):
         assert int(positions.min()) <= 0 or self.gate.wait(20)  # a prompt does not wait
-        return super().run(tokens, positions, tables, last)
+        return super().run(tokens, positions, tables, last, **how)
 
 
 @pytest.fixture

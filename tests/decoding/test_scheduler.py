@@ -292,13 +292,13 @@ class Failing(HistoryDecoder):
         super().__init__()
         self.error, self.at = error, at
 
-    def run(self, tokens, positions, tables, last=1):
+    def run(self, tokens, positions, tables, last=1, **how):
         is_step = tokens.shape[1] == 1
         self.at -= is_step
         is_prompt = last < tokens.shape[1]
         if self.at == 0 if is_step else is_prompt and (tokens == 200).any():
             raise self.error
-        return super().run(tokens, positions, tables, last)
+        return super().run(tokens, positions, tables, last, **how)
 
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB")

@@ -153,10 +153,10 @@ def generator_kept():
 
 def test_what_cannot_be_captured_runs_as_it_is(tiny, prompts, monkeypatch, caplog, generator_kept):
     class Reading(TorchDecoder):
-        def run(self, tokens, positions, tables, last=1):
+        def run(self, tokens, positions, tables, last=1, **how):
             if torch.cuda.is_current_stream_capturing():
                 tokens.sum().item()
-            return super().run(tokens, positions, tables, last)
+            return super().run(tokens, positions, tables, last, **how)
 
     monkeypatch.undo()
     model = tiny()

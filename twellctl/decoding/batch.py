@@ -4,7 +4,7 @@ A round (rounds.py) reads tokens, positions and tables from buffers that stay wh
 writes the last tokens it chose and the positions after them back there: the next round needs
 nothing from the host. What the host wants to know of a round is one record for each token that was
 read, written to its memory, or copied there after the round, and read later. On a GPU a round is
-captured once for each (bucket of rows, width of tables, variant of sampling).
+captured once for each (bucket of rows, width of tables, variant of sampling, logits wanted).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twellctl.decoding.decoder import Decoder, buckets
+from twellctl.decoding.decoder import Decoder, Wanted, buckets
 from twellctl.decoding.rounds import Drafter, Drafts, Round, inputs_of
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.step_end import Record, StepEnd
@@ -67,7 +67,7 @@ class Batch:
         self._slot = 0  # of those, the next round's; Field.SLOT says the same
         self._weights: Weights | None = None  # made for the first rows that need them
         self._grown: list[int] = []
-        self._runs: dict[tuple[int, int, Variant, Drafts], Callable[[], None]] = {}
+        self._runs: dict[tuple[int, int, Variant, Wanted, Drafts], Callable[[], None]] = {}
         self._captures = self._on_gpu and decoder.capturable
         self._uncaptured: set[Variant] = set()  # those that were tried in vain
         self._graph_memory = torch.cuda.graph_pool_handle() if self._captures else None
@@ -154,7 +154,8 @@ class Batch:
         """
         self._bring_tables()
         B, W = self._bucket, next(width for width in self._widths if width >= num_pages)
-        key = (B, W, self._end.kind_of(variant), drafts)
+        wanted = self._wanted(variant, B * (1 + drafts.num))
+        key = (B, W, self._end.kind_of(variant), wanted, drafts)
         if (run := self._runs.get(key)) is None:
             run = self._runs[key] = self._prepared(*key)
         first, began = self._event() if self._drafters else None, time.perf_counter()
@@ -164,6 +165,11 @@ class Batch:
     @property
     def _bucket(self) -> int:
         return next(bucket for bucket in self._buckets if bucket >= self._num_rows)
+
+    def _wanted(self, variant: Variant, num_tokens: int) -> Wanted:
+        """What is done with the logits of a round that reads so many tokens."""
+        chooses = num_tokens <= self.decoder.most_rough and not any(variant)
+        return Wanted.CHOICE if chooses else Wanted.EXACT
 
     def first(
         self,
@@ -224,7 +230,7 @@ class Batch:
         events, seconds = (first, self._event()), time.perf_counter() - began
         return Round(self._num_rows, drafts, on_host, events, seconds)
 
-    def _round(self, B: int, W: int, variant: Variant, drafts: Drafts) -> None:
+    def _round(self, B: int, W: int, variant: Variant, wanted: Wanted, drafts: Drafts) -> None:
         fields, tables = self._fields[:, :B], self._tables[:B, :W]
         weights = self._loaded_weights().first(B) if variant.weighed else None
         proposed = None
@@ -235,7 +241,7 @@ class Batch:
         for drafter in self._drafters:
             drafter.follow(*inputs)
         Q = inputs[0].shape[1]
-        logits, fired = self.decoder.run(*inputs, tables, last=Q)
+        logits, fired = self.decoder.run(*inputs, tables, last=Q, wanted=wanted)
         records = self._records_on_host if self._writes_to_host(variant) else self._records
         of_rows = records[..., :B, :Q, :]
         self._end(logits, fired, inputs, fields, of_rows, variant, weights)
@@ -245,9 +251,11 @@ class Batch:
             raise ValueError("no row was loaded with penalties, biases or a guide")
         return self._weights
 
-    def _prepared(self, B: int, W: int, variant: Variant, drafts: Drafts) -> Callable[[], None]:
+    def _prepared(
+        self, B: int, W: int, variant: Variant, wanted: Wanted, drafts: Drafts
+    ) -> Callable[[], None]:
         """The round as a CUDA graph, or as it is where there are none."""
-        run = partial(self._round, B, W, variant, drafts)
+        run = partial(self._round, B, W, variant, wanted, drafts)
         if not self._captures or variant in self._uncaptured:
             return run
         for _ in range(_WARM_UPS):

@@ -5,6 +5,7 @@ is given. All calls come from one thread, under `torch.inference_mode`, on torch
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -17,6 +18,14 @@ from twellctl.decoding.paged_cache import LayerShape, PagedCache
 def buckets(max_rows: int) -> list[int]:
     """The numbers of rows that rounds are made for: powers of two, and `max_rows` itself."""
     return sorted({1 << i for i in range(max_rows.bit_length())} | {max_rows})
+
+
+class Wanted(Enum):
+    """What logits are good for. A decoder may give better ones."""
+
+    EXACT = "exact"  # anything
+    CHOICE = "choice"  # the largest, which is exact; others are near to what they are, and below it
+    ROUGH = "rough"  # drafts: all are near to what they are
 
 
 class Decoder(Protocol):
@@ -44,6 +53,11 @@ class Decoder(Protocol):
         """Of a pass with one token a row; None: any number."""
         ...
 
+    @property
+    def most_rough(self) -> int:
+        """Tokens of a pass, at most, whose logits may be less than exact; 0: they are exact."""
+        ...
+
     def attach(self, cache: PagedCache) -> None:
         """Use `cache` from now on; called once, before `run`. Others may use it too.
 
@@ -59,7 +73,12 @@ class Decoder(Protocol):
         ...
 
     def run(
-        self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int = 1
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        last: int = 1,
+        wanted: Wanted = Wanted.EXACT,
     ) -> tuple[Tensor, Tensor]:
         """One pass over Q consecutive tokens of each row: tokens and positions `[B, Q]`, tables
         `[B, W]`, int32, on the device or the host.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.decoder import Decoder, Wanted
 from twellctl.decoding.rounds import inputs_of
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.step_end import Record, StepEnd
@@ -53,7 +53,7 @@ class ModelDrafter:
         variant = variant._replace(logprobs=False)
         for of_draft in records:
             inputs = inputs_of(fields, None)
-            logits, fired = self._decoder.run(*inputs, tables)
+            logits, fired = self._decoder.run(*inputs, tables, wanted=Wanted.ROUGH)
             self._end(logits, fired, inputs, fields, of_draft, variant, weights)
         if weights is not None:
             weights.written.copy_(written)

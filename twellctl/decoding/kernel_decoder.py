@@ -55,7 +55,7 @@ from twellctl.bundle.twell_spec import PAGE, STEP_QUAD
 from twellctl.bundle.twell_ways import Problem, Way
 from twellctl.bundle.twell_weights import FFN, Weight, joined, lay_together
 from twellctl.decoding import attention, kernel_fit
-from twellctl.decoding.decoder import buckets
+from twellctl.decoding.decoder import Wanted, buckets
 from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
 from twellctl.decoding.few_ways import DENSE, few_ways, linear, with_activation
@@ -83,6 +83,7 @@ class KernelDecoder:
     """
 
     capturable = True
+    most_rough = 0
     why_not = staticmethod(kernel_fit.why_not)
 
     def __init__(
@@ -139,7 +140,12 @@ class KernelDecoder:
         return [*(width for width in _WIDTHS if width < max_pages), max_pages]
 
     def run(
-        self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int = 1
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        last: int = 1,
+        wanted: Wanted = Wanted.EXACT,
     ) -> tuple[Tensor, Tensor]:
         """Few tokens that all get logits go over the decode kernels, others through the model."""
         B, Q = tokens.shape

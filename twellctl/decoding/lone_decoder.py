@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from twellctl.decoding.decoder import Wanted
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.paged_cache import LayerShape, PagedCache, cache_argument
 from twellctl.models.defaults import LONGEST, context_of
@@ -18,6 +19,7 @@ class LoneDecoder:
     """
 
     max_rows = 1
+    most_rough = 0
     capturable = stable = False
     kernels = None
 
@@ -40,7 +42,12 @@ class LoneDecoder:
         return [max_pages]
 
     def run(
-        self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int = 1
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        last: int = 1,
+        wanted: Wanted = Wanted.EXACT,
     ) -> tuple[Tensor, Tensor]:
         """As `Decoder.run`, but that the host reads where the tokens stand."""
         if int(positions[0, 0]) == 0:

@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from twellctl.bundle.twell_launch import KernelSet, kernels_for
 from twellctl.bundle.twell_reasons import why_not_loaded
 from twellctl.bundle.twell_spec import PAGE
+from twellctl.decoding.decoder import Wanted
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.paged_cache import LayerShape, PagedCache, cache_argument, cached_shapes
 from twellctl.decoding.pages import pages_for
@@ -80,6 +81,7 @@ class TorchDecoder:
     """A `Decoder` (decoder.py) for models that cache keys and values of attention, nothing else."""
 
     max_rows: int | None = None
+    most_rough = 0
     prefill_chunk = PREFILL_CHUNK
     why_not = staticmethod(why_not)
 
@@ -124,7 +126,12 @@ class TorchDecoder:
         return sorted({*powers, max_pages})
 
     def run(
-        self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int = 1
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        last: int = 1,
+        wanted: Wanted = Wanted.EXACT,
     ) -> tuple[Tensor, Tensor]:
         if self._fired is None:
             return self._run_consecutive(tokens, positions, tables, last)
