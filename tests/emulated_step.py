@@ -12,6 +12,7 @@ from torch import Tensor
 from twellctl.bundle.twell_e4m3 import round_weight
 from twellctl.bundle.twell_int4 import expand
 from twellctl.bundle.twell_spec import step_entry, step_group
+from twellctl.decoding.rough_head import Estimate, RoughHead
 from twellctl.decoding.screened import screen_copy
 from twellctl.decoding.step_int4 import by_quads, down_by_neurons
 
@@ -152,6 +153,11 @@ class Model:
             made.append((screen_copy(layer["gate"][: 16 * blocks]), limits))
         return made
 
+    @cached_property
+    def rough(self) -> RoughHead | None:
+        """The head that a step over int4 reads."""
+        return RoughHead.of(self.head) if self.kind == "int4" else None
+
     def memory(self) -> Iterator[Tensor]:
         """What that table points to."""
         yield from (t for layer in self.given for t in layer.values() if t is not None)
@@ -161,11 +167,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Done:
-    """What steps gave, one after the other; and layers' new keys and values `[Hkv, D]`."""
+    """What steps gave, one after the other; layers' new keys and values `[Hkv, D]`; and of kernels
+    what the last step says of logits."""
 
     logits: Tensor
     counts: Tensor
     new: list[tuple[Tensor, Tensor]]
+    estimate: Estimate | None = None
 
 
 SMEM_BYTES = 227 << 10
@@ -179,7 +187,8 @@ def emulate(
     words = torch.zeros(6 * K + blocks * (K + 4 * D), dtype=torch.int32)
     epoch = torch.zeros(1, dtype=torch.int32)
     token, position = (torch.tensor([n], dtype=torch.int32) for n in (model.token, model.position))
-    logits = torch.zeros(len(seeds), model.vocabulary)
+    rough, V = model.rough, -(-model.vocabulary // 4) * 4
+    made = [Estimate.empty(V, K, blocks, torch.device("cpu")) for _ in seeds]
     counts = torch.full((len(seeds), model.layers), -1, dtype=torch.int32)
     for i, seed in enumerate(seeds):
         kernels.launch(
@@ -190,7 +199,7 @@ def emulate(
                 "layers": model.layer_table(),
                 "num_layers": model.layers,
                 "N": model.N,
-                "V": model.vocabulary,
+                "V": V,
                 "H": model.H,
                 "Hkv": model.Hkv,
                 "tokens": token,
@@ -198,7 +207,8 @@ def emulate(
                 "tables": model.table,
                 "embeddings": model.embeddings,
                 "last_norm": model.last_norm,
-                "head": model.head,
+                "head": model.head if rough is None else rough.codes,
+                "head_scales": None if rough is None else rough.scales,
                 "cos": model.cos,
                 "sin": model.sin,
                 "eps": EPS,
@@ -207,7 +217,10 @@ def emulate(
                 "words": words,
                 "epoch": epoch,
                 "counts": counts[i],
-                "logits": logits[i],
+                "logits": made[i].logits,
+                "most": made[i].most,
+                "least": made[i].least,
+                "x": made[i].x,
                 "stamps": None,
             },
             SMEM_BYTES,
@@ -215,7 +228,8 @@ def emulate(
             seed=seed,
             beside=model.memory(),
         )
-    return Done(logits, counts, cached(model))
+    logits = torch.cat([one.logits for one in made])[:, : model.vocabulary]
+    return Done(logits, counts, cached(model), made[-1])
 
 
 def cached(model: Model) -> list[tuple[Tensor, Tensor]]:

@@ -126,7 +126,8 @@ def test_the_floor_of_a_step(tied):
     round_to_int4(in_int4)  # in groups of 64
     per_weight, of_layers = 0.5 + 2 / 64, 3 * attention + 3 * 3 * 64 * 192
     assert step_bytes(in_int4, None, 5) == 2 * dense
-    whole = 2 * dense - (2 - per_weight) * of_layers
+    of_head = 1000 * (64 + 8)  # in 8 bits, with scales and errors
+    whole = 2 * dense - (2 - per_weight) * of_layers - 2 * 1000 * 64 + of_head
     assert step_bytes(in_int4, None, 5, in_int4=True) == whole
     skipped = per_weight * 64 * 192 * 2 * (0.5 + 0.75 + 1)
     assert step_bytes(in_int4, (0.5, 0.25, 0.0), 5, in_int4=True) == whole - skipped

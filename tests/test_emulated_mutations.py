@@ -12,9 +12,11 @@ import emulated_walk
 import pytest
 import torch
 from compiled import EVERY_CASE
+from emulated_head import HeadKernels
 from emulated_kernels import EmulatedKernels, needs_emulator
 from test_emulated_few import FewKernels, of_e4m3
 from test_emulated_grad import of_down, of_grad
+from test_emulated_head import check_long, check_near_ties, check_unknown
 
 from twellctl.bundle.twell_few_walk import plan_few_walk
 from twellctl.bundle.twell_plan import Limits
@@ -78,6 +80,21 @@ def step_int4(kernels: EmulatedKernels) -> None:
     assert (done.logits - wanted.logits).abs().max() < 0.05
 
 
+def head(kernels: EmulatedKernels) -> None:
+    """In 8 bits, and what follows it, of near ties."""
+    check_near_ties(HeadKernels(kernels.sources), 1536)
+
+
+def long_head(kernels: EmulatedKernels) -> None:
+    """Of more rows than the ring holds."""
+    check_long(HeadKernels(kernels.sources))
+
+
+def unknown(kernels: EmulatedKernels) -> None:
+    """Logits of which nothing is known."""
+    check_unknown(HeadKernels(kernels.sources))
+
+
 def screened(kernels: EmulatedKernels) -> None:
     """With a map; a quarter of the neurons that do not fire are candidates."""
     step(kernels, "screened", mapped=40, missed=-0.4)
@@ -139,6 +156,25 @@ MUTATIONS = (
         "ffn/few_walk_numbers.cuh",
         None,
         ("the other pair's h", "g % 2 ? 0x3244 : 0x4432", "g % 2 ? 0x1044 : 0x4410"),
+    ),
+    of(
+        head,
+        "decode/step_head.cuh",
+        None,
+        ("no error", "args.most[row] = logit + error;", "args.most[row] = logit;"),
+        ("another row's scale", "args.head_scales + 2 * row", "args.head_scales + 2 * thread()"),
+    ),
+    of(
+        unknown,
+        "decode/refine.cu",
+        "kernel in front",
+        ("no wait for the step", "    wait_for_previous();\n"),
+    ),
+    of(
+        unknown,
+        "decode/refine.cu",
+        None,
+        ("NaN is left", "!(__uint_as_float(own) < known)", "__uint_as_float(own) >= known"),
     ),
     of(
         step,
@@ -287,6 +323,31 @@ MORE = (
         "decode/step_rows.cuh",
         "assert",
         ("the other row's chunks", "2 * pair + high, num - 1", "2 * pair, num - 1"),
+    ),
+    of(
+        head,
+        "decode/step_head.cuh",
+        None,
+        ("another row's place", "(warp() ^ row % 2) * 64", "warp() * 64"),
+        ("rows that are not sure", "fmaxf(least, logit - error)", "fmaxf(least, logit + error)"),
+    ),
+    of(
+        long_head,
+        "decode/step_head.cuh",
+        "wait forever",
+        ("units are never left", "        leave_units(num);\n"),
+    ),
+    of(
+        head,
+        "decode/step_head.cuh",
+        RACE,
+        ("no wait for other warps' sums", "            sync_consumers();\n"),
+    ),
+    of(
+        unknown,
+        "decode/refine.cu",
+        RACE,
+        ("no wait for the list", "threadIdx.x;\n    __syncthreads();", "threadIdx.x;"),
     ),
     of(
         step_int4,

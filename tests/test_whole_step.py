@@ -12,11 +12,20 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_spec import ENTRY_FILES, PAGE, STEP_KINDS, step_entry
+from twellctl.bundle.twell_spec import (
+    ENTRY_FILES,
+    PAGE,
+    REFINE,
+    STEP_KINDS,
+    few_entries,
+    step_entry,
+)
 from twellctl.bundle.twell_weights import FFN, Weight, plain_weight
 from twellctl.decoding import attention
 from twellctl.decoding.attention import AttendLayer, Rotary
+from twellctl.decoding.decoder import Wanted
 from twellctl.decoding.families import Norms, Scales
+from twellctl.decoding.rough_head import RoughHead
 from twellctl.decoding.screened import Screen
 from twellctl.decoding.step_int4 import by_quads, down_by_neurons
 from twellctl.decoding.whole_step import (
@@ -32,10 +41,15 @@ SCALES = Scales(1e-5)
 
 
 class OneLaunch:
-    """Stands for a KernelSet: keeps what is launched."""
+    """Stands for a KernelSet: keeps the launch of a step, and the names of those behind it."""
 
     def launch(self, *call, **how):
-        self.call, self.how = call, how
+        if call[0].startswith("step_"):
+            self.call, self.how, self.behind = call, how, []
+        else:
+            assert how == {"overlap": True}
+            assert_taken(call[0], call[3])
+            self.behind.append(call)
 
 
 def fp8_layer(window: int | None) -> DecoderLayer:
@@ -82,6 +96,11 @@ def make_layer(window: int | None) -> DecoderLayer:
 
 
 MAKE = {"bf16": make_layer, "e4m3": fp8_layer, "int4": int4_layer}
+
+
+def rough_of(head: Tensor, kind: str) -> RoughHead | None:
+    """What a step over that kind of weights takes."""
+    return RoughHead.of(head) if kind == "int4" else None
 
 
 @pytest.mark.parametrize(
@@ -137,10 +156,23 @@ def test_the_launch(form, kind):
     sizes = replace(SMALL, N=64, V=512, kind=kind)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = Rotary(bf16(128, 64), bf16(128, 64), 64)
-    step = WholeStep(kernels, H200, sizes, layers, *weights, rotary, SCALES, form=form, num_own=48)
+    rough = rough_of(weights[-1], kind)
+    step = WholeStep(
+        kernels,
+        H200,
+        sizes,
+        layers,
+        *weights,
+        rotary,
+        SCALES,
+        form=form,
+        num_own=48,
+        rough=rough,
+    )
     tokens, tables = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
-    logits, counts = step(tokens, tokens, tables)
+    logits, counts = step(tokens, tokens, tables, Wanted.ROUGH)
     assert (logits.dtype, logits.shape, counts.shape) == (torch.float32, (1, 512), (2, 1))
+    assert not kernels.behind
     name, grid, block, args, smem_bytes = kernels.call
     assert (name, grid, block) == (step_entry(2048, 64, form, kind), (132,), 288)
     assert (smem_bytes, kernels.how) == (H200.smem_bytes, {"together": True})
@@ -150,6 +182,54 @@ def test_the_launch(form, kind):
     words = args["words"]
     assert not words.any()
     assert len(words) == 6 * 2048 + 132 * (2048 + 4 * 64)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "V", "behind"),
+    [
+        (Wanted.EXACT, 0, "few_linear_1_short"),
+        (Wanted.CHOICE, 512, "refine"),
+        (Wanted.ROUGH, 512, None),
+    ],
+)
+def test_what_follows_a_step_over_int4(wanted, V, behind):
+    kernels, head, scales = OneLaunch(), bf16(510, 2048), Scales(1e-5, logits=0.5)
+    sizes, rough = replace(SMALL, N=64, V=510, kind="int4"), rough_of(head, "int4")
+    given = sizes, [int4_layer(None)], bf16(510, 2048), bf16(2048), head
+    given += Rotary(bf16(128, 64), bf16(128, 64), 64), scales
+    step = WholeStep(kernels, H200, *given, form="sparse", num_own=48, rough=rough)
+    token, tables = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    logits, _ = step(token, token, tables, wanted)
+    args = kernels.call[3]
+    assert_taken(kernels.call[0], args)
+    assert (logits.shape, args["V"]) == ((1, 510), V)
+    assert (args["head"], args["head_scales"]) == (rough.codes, rough.scales)
+    assert [name for name, *_ in kernels.behind] == ([behind] if behind else [])
+    if behind:
+        name, grid, block, given, smem_bytes = kernels.behind[0]
+        assert given["x"] is args["x"]
+        assert given["head" if name == "refine" else "weight"] is head
+    if behind == "refine":
+        assert (grid, block, given["V"], given["num_least"]) == ((2,), 256, 510, 132 * 8)
+        claims = [f"few::Sizes<Bf16, 1, true, 1, 1, 5, 2>::kBytes + 2 * 2048 == {smem_bytes}"]
+        compile_claims("tile/few_sizes.cuh", claims, "sm_90a")
+
+
+def test_refine_adds_up_as_few_linear():
+    """By the same slabs of K."""
+    for name, sizes in few_entries("few_linear", (9, 0), "bf16").items():
+        if sizes.octets == 1:
+            assert (sizes.kind, sizes.halves) == (REFINE.kind, REFINE.halves), name
+
+
+@pytest.mark.parametrize("kind", STEP_KINDS)
+def test_a_head_in_8_bits_is_for_int4(kind):
+    head = bf16(512, 2048)
+    rough = None if kind == "int4" else RoughHead.of(head)
+    given = replace(SMALL, N=64, V=512, kind=kind), [MAKE[kind](None)], head, bf16(2048), head
+    rotary = Rotary(bf16(128, 64), bf16(128, 64), 64)
+    with pytest.raises(ValueError, match="in 8 bits over int4"):
+        WholeStep(OneLaunch(), H200, *given, rotary, SCALES, form="sparse", num_own=48, rough=rough)
 
 
 def test_scaled_embeddings_and_a_vocabulary_that_is_no_multiple_of_4():
@@ -175,7 +255,8 @@ def test_the_table_of_layers(kind):
     kernels, sizes = OneLaunch(), replace(SMALL, N=64, V=512, kind=kind)
     weights = bf16(512, 2048), bf16(2048), bf16(512, 2048)
     rotary = Rotary(bf16(128, 64), bf16(128, 64), 64)
-    WholeStep(kernels, H200, sizes, [layer], *weights, rotary, SCALES, form="sparse", num_own=48)(
+    given, rough = (sizes, [layer], *weights, rotary, SCALES), rough_of(weights[-1], kind)
+    WholeStep(kernels, H200, *given, form="sparse", num_own=48, rough=rough)(
         *torch.zeros(2, 1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     )
     (row,) = kernels.call[3]["layers"].tolist()

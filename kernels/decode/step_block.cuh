@@ -17,8 +17,9 @@ namespace {
 constexpr int K = spec::STEP_K;
 static_assert(K == 1536 || K == 2048 || K == 3072 || K == 3584 || K == 4096,
               "who has which columns is written for these");
-using Weight = spec::STEP_WEIGHT;  // of the layers; those of the head are Bf16
-constexpr bool kHeadIsAlike = Weight::kBits == Bf16::kBits;
+using Weight = spec::STEP_WEIGHT;  // of the layers
+using Head = spec::STEP_HEAD;
+constexpr bool kHeadIsAlike = Weight::kBits == Head::kBits;
 
 constexpr int kWarps = spec::STEP_WARPS, kConsumers = 32 * kWarps;  // one more asks for weights
 constexpr int kQuad = spec::STEP_QUAD;  // rows of a weight, the least that a block has
@@ -95,12 +96,16 @@ struct Args {
     const Layer* layers;
     int num_layers, N, V, H, Hkv;
     const int *tokens, *positions, *tables;
-    const unsigned short *embeddings, *last_norm, *head, *cos, *sin;
+    const unsigned short *embeddings, *last_norm;
+    const void* head;
+    const float* head_scales;
+    const unsigned short *cos, *sin;
     float eps, scale;
     int is_silu;
     unsigned *words, *epoch;
     int* counts;
-    float* logits;
+    float *logits, *most, *least;
+    unsigned short* x;
     long long* stamps;
 };
 
@@ -296,10 +301,10 @@ struct Block {
         return kUnitRows > kQuad ? (quads + 1) / 2 : quads * (kQuad / kUnitRows);
     }
 
-    // Eight `i` of the thread, of a row of K: those whose weights its warp multiplies. Of codes of
-    // 4 bits every eighth block of 64 columns is one warp's.
-    __device__ __forceinline__ int eight_of(int i, bool of_head = false) const {
-        if (Weight::kGroupScales && !of_head)
+    // Eight `i` of the thread, of a row of K: those whose weights its warp multiplies. Of codes
+    // every eighth block of 64 columns is one warp's.
+    __device__ __forceinline__ int eight_of(int i) const {
+        if (Weight::kGroupScales)
             return i * 256 + thread() % 32 / 8 * 64 + thread() / 32 * 8 + thread() % 8;
         return thread() / 32 * kSliceEights + i * 32 + thread() % 32;
     }
@@ -313,13 +318,22 @@ struct Block {
         return all_have(i) || 32 * i + thread() % 32 < kSliceEights;
     }
 
-    __device__ __forceinline__ void load_row(const unsigned short* row, uint4 (&eights)[kEights],
-                                             bool of_head = false) const {
+    __device__ __forceinline__ void load_row(const unsigned short* row,
+                                             uint4 (&eights)[kEights]) const {
 #pragma unroll
         for (int i = 0; i < kEights; ++i) {
             if (!all_have(i) || Weight::kGroupScales) eights[i] = make_uint4(0, 0, 0, 0);
-            load_streamed_if(has_eight(i), row + 8 * eight_of(i, of_head), eights[i]);
+            load_streamed_if(has_eight(i), row + 8 * eight_of(i), eights[i]);
         }
+    }
+
+    // The sum of the warps' numbers, in all of them.
+    __device__ __forceinline__ float sum_of_block(float of_warp) {
+        float* all = at<float>(kNorms) + norms_at * kWarps;
+        norms_at ^= 1;
+        if (thread() % 32 == 0) all[thread() / 32] = of_warp;
+        sync_consumers();
+        return sum_of_warps(all);
     }
 
     __device__ __forceinline__ void normalise_row(uint4 (&eights)[kEights],
@@ -331,11 +345,7 @@ struct Block {
             sum += sum_of_squares(values[i]);
         }
         sum = sum_over_lanes(sum);
-        float* all = at<float>(kNorms) + norms_at * kWarps;
-        norms_at ^= 1;
-        if (thread() % 32 == 0) all[thread() / 32] = sum;
-        sync_consumers();
-        const float root = reciprocal_root(sum_of_warps(all) * (1.f / K) + args.eps);
+        const float root = reciprocal_root(sum_of_block(sum) * (1.f / K) + args.eps);
 #pragma unroll
         for (int i = 0; i < kEights; ++i) eights[i] = scaled(values[i], root, weights[i]);
     }

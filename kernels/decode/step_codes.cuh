@@ -56,6 +56,16 @@ template <>
 struct Taken<Int4, false> {
     uint2 codes[kAtOnce][kBlocks];
     unsigned scales[kAtOnce][kSets];
+
+    // A row's part of block b as operands of two mma.
+    __device__ __forceinline__ uint4 operands(int unit, int b) const {
+        const uint2& words = codes[unit][b];
+        return make_uint4(even_codes(words.x), odd_codes(words.x), even_codes(words.y),
+                          odd_codes(words.y));
+    }
+    __device__ __forceinline__ float scale(int unit, int set) const {
+        return bf16_value(scales[unit][set]);
+    }
 };
 
 // Whole sums onto y: of columns 8 g + 2 m and 8 g + 2 m + 1, each by the upper and the lower byte
@@ -180,9 +190,9 @@ struct Codes : Fired {
     }
 
     // columns_of(b): what is beside block b.
-    template <class ColumnsOf>
+    template <class Kind, class ColumnsOf>
     __device__ __forceinline__ static void multiply_by(float (&parts)[kAtOnce],
-                                                       const Taken<Int4>& taken,
+                                                       const Taken<Kind>& taken,
                                                        const float (&back)[kSets],
                                                        const ColumnsOf& columns_of) {
 #pragma unroll
@@ -192,9 +202,9 @@ struct Codes : Fired {
     }
 
     // The same of two units, from unit `unit` on.
-    template <class ColumnsOf>
+    template <class Kind, class ColumnsOf>
     __device__ __forceinline__ static void multiply_two(float (&parts)[kAtOnce],
-                                                        const Taken<Int4>& taken, int unit,
+                                                        const Taken<Kind>& taken, int unit,
                                                         const float (&back)[kSets],
                                                         const ColumnsOf& columns_of) {
         parts[unit] = parts[unit + 1] = 0.f;
@@ -203,18 +213,16 @@ struct Codes : Fired {
             int sums[2][4] = {};  // products that do not wait for each other
 #pragma unroll
             for (int b = 4 * set; b < min(4 * set + 4, kBlocks); ++b) {
-                const uint2 &low = taken.codes[unit][b], &high = taken.codes[unit + 1][b];
+                const uint4 low = taken.operands(unit, b), high = taken.operands(unit + 1, b);
                 const uint4 columns = columns_of(b);
-                multiply_add_bytes(sums[0], even_codes(low.x), even_codes(high.x), odd_codes(low.x),
-                                   odd_codes(high.x), columns.x, columns.y);
-                multiply_add_bytes(sums[1], even_codes(low.y), even_codes(high.y), odd_codes(low.y),
-                                   odd_codes(high.y), columns.z, columns.w);
+                multiply_add_bytes(sums[0], low.x, high.x, low.y, high.y, columns.x, columns.y);
+                multiply_add_bytes(sums[1], low.z, high.z, low.w, high.w, columns.z, columns.w);
             }
 #pragma unroll
             for (int j = 0; j < 2; ++j)
                 parts[unit + j] += static_cast<float>(256 * (sums[0][2 * j] + sums[1][2 * j]) +
                                                       (sums[0][2 * j + 1] + sums[1][2 * j + 1])) *
-                                   (bf16_value(taken.scales[unit + j][set]) * back[set]);
+                                   (taken.scale(unit + j, set) * back[set]);
         }
     }
 
@@ -425,7 +433,7 @@ struct Codes : Fired {
                                          part_word(y[pair][2], tag), part_word(y[pair][3], tag)));
     }
 
-  private:
+  protected:
     // The group of the lane's block of four.
     __device__ __forceinline__ int group_of(int set) const {
         const int block = min(4 * set + lane() % 4, kBlocks - 1);

@@ -1,10 +1,11 @@
-// step over int4 weights: step.cuh says what a step is, step_codes.cuh how its weights lie.
+// step over int4 weights: step.cuh says what a step is, step_codes.cuh how its weights lie, and
+// step_head.cuh the head's, which are of 8 bits.
 #pragma once
 
-#include "decode/step_codes_ffn.cuh"
+#include "decode/step_head.cuh"
 
 namespace {
-using Ffn = CodesFfn;
+using Ffn = CodesHead;
 }  // namespace
 
 #include "decode/step_layers.cuh"

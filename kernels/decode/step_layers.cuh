@@ -95,7 +95,12 @@ struct Step : Ffn {
         for (int l = 0;; ++l, turned = turn(turned)) {
             const unsigned tag = (epoch + l + 1) & 0xffff;
             if constexpr (!kHeadIsAlike)
-                if (l == L) return multiply_head(norm, epoch, tag);
+                if (l == L) {
+                    Columns<Head> x_of_head;
+                    await_x(x_of_head, norm, L, 0, tag);
+                    multiply_head(x_of_head);
+                    return end_step(epoch);
+                }
             keep_layer(l + 2);
             fetch_small(l + 1);
             if (l < L && attends) fetch_cached<DIM>(layer(l));
@@ -198,46 +203,19 @@ struct Step : Ffn {
         if (block() == 0 && thread() == 0) *args.epoch = epoch + args.num_layers;
     }
 
-    // The head, whose weights are bf16, where the layers' are not.
-    __device__ __forceinline__ void multiply_head(uint4 (&norm)[kEights], unsigned epoch,
-                                                  unsigned tag) {
-        constexpr int kRows = Units<Bf16>::kRows, kRowsAtOnce = kTake * kRows;
-        const int L = args.num_layers;
-        const Share share(division(3), block());
-        const int num_units = share.num * Units<Bf16>::kQuadUnits;
-        Columns<Bf16> x;
-        await_x(x, norm, L, 0, tag);
-#pragma unroll 1
-        for (int i = 0; i < num_units; i += kTake) {
-            const int row = i * kRows % kMostSums, num = min(kTake, num_units - i);
-            Taken<Bf16> taken;
-            float parts[kTake];
-            take(taken, num);
-            multiply_taken(parts, taken, x);
-            store_sums<Bf16>(parts, num, sums() + row * kWarps);
-            if (row + kRowsAtOnce < kMostSums && i + kTake < num_units) continue;
-            sync_consumers();
-            if (thread() < row + num * kRows)
-                use_sum(L, 0, kQuad * share.first + i * kRows - row + thread(), 0.f, tag);
-            flip_sums();
-        }
-        end_step(epoch);
-    }
-
     // The phase's x, normalised but for o; and the weights of the next norm are asked for.
     template <class Kind>
     __device__ __forceinline__ void await_x(Columns<Kind>& x, uint4 (&norm)[kEights], int l,
                                             int phase, unsigned tag) {
         const unsigned* from = row_words(phase);
         const unsigned wanted = phase ? tag : (tag - 1) & 0xffff;
-        constexpr bool kOfHead = !Kind::kGroupScales;
         uint4 eights[kEights];
 #pragma unroll
         for (int i = 0; i < kEights; ++i) {
             if (!all_have(i)) eights[i] = make_uint4(0, 0, 0, 0);
             if (has_eight(i))
-                eights[i] = l + phase > 0 ? await_eight(from, 8 * eight_of(i, kOfHead), wanted)
-                                          : at<uint4>(kSums)[eight_of(i, kOfHead)];
+                eights[i] = l + phase > 0 ? await_eight(from, 8 * eight_of(i), wanted)
+                                          : at<uint4>(kSums)[eight_of(i)];
         }
         __syncwarp();
         stamp(l, Stage::kOfPhase * phase + Stage::kAwaited);
@@ -251,8 +229,7 @@ struct Step : Ffn {
     }
 
     __device__ __forceinline__ void load_next_norm(uint4 (&norm)[kEights], int l) const {
-        const bool of_head = l + 1 == args.num_layers;
-        load_row(of_head ? args.last_norm : layer(l + 1).input_norm, norm, of_head);
+        load_row(l + 1 == args.num_layers ? args.last_norm : layer(l + 1).input_norm, norm);
     }
 
     __device__ __forceinline__ void run() {
@@ -288,20 +265,21 @@ struct Step : Ffn {
 
 }  // namespace
 
-#define TWELL_STEP(name, DIM, FORM)                                                             \
-    extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1) name(                      \
-        const Layer* layers, int num_layers, int N, int V, int H, int Hkv, const int* tokens,   \
-        const int* positions, const int* tables, const unsigned short* embeddings,              \
-        const unsigned short* last_norm, const unsigned short* head, const unsigned short* cos, \
-        const unsigned short* sin, float eps, float scale, int is_silu, unsigned* words,        \
-        unsigned* epoch, int* counts, float* logits, long long* stamps) {                       \
-        extern __shared__ __align__(1024) char memory[];                                        \
-        if (dynamic_smem_bytes() < Block::kBytes) __trap();                                     \
-        const Args args = {                                                                     \
-            layers,  num_layers, N,         V,      H,      Hkv,   tokens, positions,           \
-            tables,  embeddings, last_norm, head,   cos,    sin,   eps,    scale,               \
-            is_silu, words,      epoch,     counts, logits, stamps};                            \
-        Step<DIM, FORM>(args, memory).run();                                                    \
+#define TWELL_STEP(name, DIM, FORM)                                                                \
+    extern "C" __global__ void __launch_bounds__(kConsumers + 32, 1)                               \
+        name(const Layer* layers, int num_layers, int N, int V, int H, int Hkv, const int* tokens, \
+             const int* positions, const int* tables, const unsigned short* embeddings,            \
+             const unsigned short* last_norm, const void* head, const float* head_scales,          \
+             const unsigned short* cos, const unsigned short* sin, float eps, float scale,         \
+             int is_silu, unsigned* words, unsigned* epoch, int* counts, float* logits,            \
+             float* most, float* least, unsigned short* x, long long* stamps) {                    \
+        extern __shared__ __align__(1024) char memory[];                                           \
+        if (dynamic_smem_bytes() < Block::kBytes) __trap();                                        \
+        const Args args = {                                                                        \
+            layers,     num_layers, N,      V,           H,    Hkv,   tokens, positions, tables,   \
+            embeddings, last_norm,  head,   head_scales, cos,  sin,   eps,    scale,     is_silu,  \
+            words,      epoch,      counts, logits,      most, least, x,      stamps};             \
+        Step<DIM, FORM>(args, memory).run();                                                       \
     }
 
 TWELL_ENTRIES(TWELL_STEP)

@@ -89,7 +89,7 @@ struct Products : Block {
         const bool is_head = l == args.num_layers;
         [[maybe_unused]] const Layer* layer = args.layers + (is_head ? 0 : l);
         const bool screens = FORM == kScreenedForm && kind == kGate && !of_map && !is_head;
-        const void* weight = is_head         ? static_cast<const void*>(args.head)
+        const void* weight = is_head         ? args.head
                              : kind == kQkv  ? places.qkv
                              : kind == kOut  ? places.out
                              : screens       ? places.copy
@@ -107,13 +107,13 @@ struct Products : Block {
         // a codes' row of down has its scales elsewhere
         const int of_weight = kind == kDown ? kQuad * Weight::bytes(K) : kQuadBytes;
         const int quad_bytes = screens   ? kScreenParts * kScreenBytes
-                               : is_head ? kQuad * Bf16::bytes(K)
+                               : is_head ? kQuad * Head::bytes(K)
                                          : of_weight;
         const int unit_bytes = screens   ? kScreenBytes
-                               : is_head ? Units<Bf16>::kRows * Bf16::bytes(K)
+                               : is_head ? Units<Head>::kRows * Head::bytes(K)
                                          : of_weight * kUnitRows / kQuad;
         const int num_units = screens   ? share.num * kScreenParts
-                              : is_head ? share.num * Units<Bf16>::kQuadUnits
+                              : is_head ? share.num * Units<Head>::kQuadUnits
                                         : units_of(share.num);
         const float* scales = nullptr;
         if constexpr (Weight::kRowScales)
@@ -397,6 +397,28 @@ struct Products : Block {
 #pragma unroll
         for (int j = 0; j < NUM; ++j)
             if (has_row && j < num) to[j * kRows * kWarps] = parts[j];
+    }
+
+    // The head in bf16, where the layers are not.
+    __device__ __forceinline__ void multiply_head(const Columns<Bf16>& x) {
+        constexpr int kRows = Units<Bf16>::kRows, kRowsAtOnce = kTake * kRows;
+        const Share share(division(3), block());
+        const int num_units = share.num * Units<Bf16>::kQuadUnits;
+#pragma unroll 1
+        for (int i = 0; i < num_units; i += kTake) {
+            const int row = i * kRows % kMostSums, num = min(kTake, num_units - i);
+            Taken<Bf16> taken;
+            float parts[kTake];
+            take(taken, num);
+            multiply_taken(parts, taken, x);
+            store_sums<Bf16>(parts, num, sums() + row * kWarps);
+            if (row + kRowsAtOnce < kMostSums && i + kTake < num_units) continue;
+            sync_consumers();
+            if (thread() < row + num * kRows)
+                args.logits[kQuad * share.first + i * kRows - row + thread()] =
+                    sum_of_warps(sums() + thread() * kWarps);
+            flip_sums();
+        }
     }
 };
 

@@ -10,8 +10,8 @@
 //     kRowScales      whether each row has a scale, fp32: `scaled` multiplies the sum of a row by
 //                     it, before a bias is added. Of W_down by rows of neurons there is one for
 //                     each column of y instead, which multiplies the sum over neurons
-//     kGroupScales    whether groups of weights along a row share scales, as in int4. Such a kind
-//                     has none of what follows
+//     kGroupScales    whether groups of weights along a row share scales, as in int4. Such a kind,
+//                     and int8, have none of what follows
 //     as_bf16         eight of the weights in 16 bytes, number `part`, as operands of the mma
 //     as_f16          the same, if kInF16
 //     pair            of two units of 16 bits, which are a word, weight `i` of each, as bf16
@@ -116,6 +116,12 @@ struct E4m3 : OfBits<8, unsigned char> {
 
 struct Int4 : OfBits<4, unsigned char> {
     static constexpr bool kInF16 = false, kRowScales = false, kGroupScales = true;
+};
+
+// ---- int8: codes of -127 to 127, of which `step` alone has products, those of its head
+
+struct Int8 : OfBits<8, signed char> {
+    static constexpr bool kInF16 = false, kRowScales = false;
 };
 
 // ---- of each kind

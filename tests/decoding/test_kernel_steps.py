@@ -49,15 +49,16 @@ def test_a_step_over_the_codes_that_a_model_keeps(tiny, kernels, sparse):
     decoder = attached(KernelDecoder(model, sparse, gates="screened"), 3)
     assert decoder.step_kind == "int4"
     assert decoder.screens is None
-    entries = {"step_1536_128_int4", "step_1536_128_dense_int4"}
-    assert {*kernels.prepared} == (entries if sparse else {"step_1536_128_dense_int4"})
+    entries = {"step_1536_128_dense_int4", "refine"}
+    assert {*kernels.prepared} == entries | ({"step_1536_128_int4"} if sparse else set())
+    assert decoder.most_rough == 1
     (layer,) = decoder._in_int4
     assert layer.qkv.bias is decoder._layers[0].qkv.bias
     names = {"one kernel", "one dense kernel"} if sparse else {"one dense kernel"}
     assert names <= decoder.ways(1).keys()
     assert not names & decoder.ways(2).keys()
     stable = attached(KernelDecoder(model, sparse, stable=True), 3)
-    assert (stable._in_int4, stable.step_kind) == (None, "bf16")
+    assert (stable._in_int4, stable.step_kind, stable.most_rough) == (None, "bf16", 0)
 
 
 def test_a_model_with_silu_goes_densely_in_one_kernel(tiny):

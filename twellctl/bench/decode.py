@@ -30,7 +30,6 @@ from twellctl.bundle.twell_config import TILE, mapped_neurons
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.engine import SCREENED
 from twellctl.decoding.kernel_decoder import ONE_KERNEL, KernelDecoder
-from twellctl.decoding.whole_step import WholeStep
 from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
 from twellctl.models.loading import fingerprint
@@ -191,7 +190,6 @@ class _Run:
         """If they are asked for, and steps of one row go by one kernel."""
         if not self.settings.stages or not isinstance(decoder := opened.decoder, KernelDecoder):
             return ()
-        step = decoder.ways(1).get(way or "")
-        if not isinstance(step, WholeStep):
+        if (step := decoder.whole_steps.get(way or "")) is None:
             return ()
         return measure_stages(decoder, step, self.settings.length - 1)

@@ -8,6 +8,7 @@ from torch import nn
 from twellctl.bench.timing import Timer
 from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_model import gated_ffns
+from twellctl.decoding.rough_head import ROUGH_BYTES
 from twellctl.decoding.screened import COPY_BITS
 
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
@@ -49,7 +50,7 @@ def step_bytes(
     `ffn_bytes`. Those of a map (twell_config.py), which `unions` do not count, fire always, and
     have one gate where gates are screened. The cache comes on top. What a step writes or keeps
     between kernels is next to nothing. `in_int4`: codes and scales are read, of layers that keep
-    them, and a map's gate once.
+    them, and a map's gate once; the head is read in 8 bits, but for a few rows.
     """
     mapped = mapped_neurons(model.config)
     total = sum(parameter.nbytes for parameter in model.parameters())
@@ -59,6 +60,8 @@ def step_bytes(
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if embeddings is not head:
         total -= (len(embeddings) - rows) * embeddings[0].nbytes
+    if in_int4:
+        total += head.numel() + ROUGH_BYTES * len(head) - head.nbytes
     ffns = gated_ffns(model)
     for ffn, union in zip(ffns, unions or (1.0,) * len(ffns), strict=True):
         down = ffn.down_proj.weight

@@ -26,7 +26,7 @@ def measure_stages(decoder: Decoder, step: WholeStep, position: int) -> tuple[St
         step(token, at, table)
     for event, clocks in zip(events, stamps, strict=True):
         event.record()
-        step(token, at, table, clocks)
+        step(token, at, table, stamps=clocks)
     torch.cuda.synchronize(device)
     us = 1000 * events[0].elapsed_time(events[-1])
     clocks_of_all = (stamps[-1][0, 0] - stamps[0][0, 0]).double().median().item()

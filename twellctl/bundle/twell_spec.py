@@ -174,6 +174,11 @@ def _pass_of(passes: _Passes, octets: int, kilobytes: int) -> Pass:
     return (passes.much if is_much else passes.little)[octets]
 
 
+# of refine: a row block at a time; its slabs are those of few_linear for one token, or its sums
+# would be others
+REFINE = FewSizes("bf16", 1, True, 1, 1, 5, 2)
+
+
 @cache
 def few_entries(family: str, capability: Capability, kind: str) -> dict[str, FewSizes]:
     """The entries of few_linear, few_hidden or few_gated over weights of `kind` on such a GPU, the
@@ -268,6 +273,7 @@ def _step_numbers(source: str) -> dict[str, int | str]:
             return {
                 "STEP_K": K,
                 "STEP_WEIGHT": STEP_KINDS[kind].struct,
+                "STEP_HEAD": "Int8" if kind == "int4" else "Bf16",
                 "STEP_GROUP": step_group(K),
                 "STEP_RING_KB": _RING_KB[kind],
                 "STEP_AHEAD_KB": _AHEAD.get((K, kind), 32),
@@ -363,6 +369,7 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "decode/choose.cu": ("choose",),
     "decode/store_keys.cu": ("store_keys",),
     "decode/norm.cu": ("rms_norm", "embed_norm", "add_norm"),
+    "decode/refine.cu": {"refine": (KINDS[REFINE.kind].struct, *REFINE[1:])},
     **dict(_STEPS.values()),
 }
 # sources without a file of their own: each includes another text, for other entries and numbers

@@ -14,7 +14,8 @@ rows PyTorch's products replace few_linear of the attention and of dense FFNs (f
 rounded weights they round their inputs, too, which stay bf16 with fewer rows.
 
 The FFN is computed by pairs, over the union of what fires, or densely (few_ways.py). A pass over
-one token may be one launch instead of the chain, for some models (whole_step.py). Which of these
+one token may be one launch instead of the chain, for some models (whole_step.py); over int4 another
+launch follows it (rough_head.py). Which of these
 ways is the fastest for each number of tokens is measured when the decoder is attached
 (step_plan.py), and `plan` tells it. An activation other than ReLU leaves nothing out: then the FFN
 is dense, a step may have up to 256 rows, and the head takes at most 64 a launch.
@@ -61,6 +62,7 @@ from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_
 from twellctl.decoding.few_ways import DENSE, few_ways, linear, with_activation
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import pages_for
+from twellctl.decoding.rough_head import RoughHead
 from twellctl.decoding.screening import open_screens
 from twellctl.decoding.stable import STABLE_ROWS
 from twellctl.decoding.step_int4 import int4_layers, takes_int4
@@ -83,7 +85,6 @@ class KernelDecoder:
     """
 
     capturable = True
-    most_rough = 0
     why_not = staticmethod(kernel_fit.why_not)
 
     def __init__(
@@ -133,7 +134,7 @@ class KernelDecoder:
         self._max_pages = pages_for(reach)
         self._rotary = self._turned_by(reach)
         self._workspace = attention.open_workspace(self._all_plans(reach), self.device)
-        self._whole_steps = self._make_whole_steps()
+        self.whole_steps = self._make_whole_steps()
         self.plan = self._make_plan()
 
     def widths(self, max_pages: int) -> list[int]:
@@ -154,7 +155,7 @@ class KernelDecoder:
             return logits, fired[: len(self.neurons)]
         tokens, positions, tables = (part.to(self.device) for part in (tokens, positions, tables))
         tables = self._of_a_width(tables)
-        way = self.ways(B * Q)[self.plan.name(B * Q)]
+        way = self.ways(B * Q, wanted)[self.plan.name(B * Q)]
         logits, counts = way(tokens, positions, _for_each_token(tables, Q))
         return logits.unflatten(0, (B, Q)), counts[: len(self.neurons)].unflatten(1, (B, Q))
 
@@ -164,14 +165,15 @@ class KernelDecoder:
         W = next(width for width in widths if width >= tables.shape[1])
         return tables if tables.shape[1] == W else F.pad(tables, (0, W - tables.shape[1]))
 
-    def ways(self, num_tokens: int) -> dict[str, Pass]:
+    def ways(self, num_tokens: int, wanted: Wanted = Wanted.EXACT) -> dict[str, Pass]:
         """The ways that a pass over that many tokens may go. The first by rule.
 
         Each takes tokens and positions `[B, Q]` and tables `[B Q, W]`, and gives logits `[B Q, V]`
         and how many neurons of all layers fired, int32 `[L, B Q]`, if the decoder is sparse.
-        Results differ by the order of sums.
+        Results differ by the order of sums, and where logits are `wanted` that need not be exact.
         """
-        of_one_row = self._whole_steps if num_tokens == 1 else {}
+        steps = self.whole_steps if num_tokens == 1 else {}
+        of_one_row = {name: partial(step, wanted=wanted) for name, step in steps.items()}
         if not self._fit.is_relu:
             all_of_it = partial(self._one_by_one, self._with_activations)
             return {**of_one_row, DENSE.name: all_of_it}
@@ -267,10 +269,11 @@ class KernelDecoder:
             self._head.values,
             self._rotary[0],
             self._scales,
+            rough=RoughHead.of(self._head.values) if self._in_int4 else None,
         )
         if self._in_int4:  # else that would be done in a capture, if plans are known
             taken = ["sparse", "dense"] if self._sparse else ["dense"]
-            self.kernels.prepare([sizes.entry(form) for form in taken])
+            self.kernels.prepare([*(sizes.entry(form) for form in taken), "refine"])
         is_silu = self._fit.is_silu
         dense = {"one dense kernel": make(form="dense", num_own=sizes.N, is_silu=is_silu)}
         if not self._sparse:
@@ -296,6 +299,11 @@ class KernelDecoder:
             return False
         sizes = replace(self._fit.sizes, kind="int4")
         return takes_int4(self._model.model.layers, sizes, self._limits)
+
+    @property
+    def most_rough(self) -> int:
+        """Of a pass that may go in one kernel over int4."""
+        return 1 if self._in_int4 else 0
 
     @property
     def step_kind(self) -> str:

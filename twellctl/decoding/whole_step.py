@@ -10,11 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twellctl.bundle import twell_spec as spec
+from twellctl.bundle.twell_few import few_linear
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_plan import Limits, ceil_div
-from twellctl.bundle.twell_weights import FFN, Weight
+from twellctl.bundle.twell_weights import FFN, Weight, plain_weight
 from twellctl.decoding.attention import AttendLayer, Rotary
+from twellctl.decoding.decoder import Wanted
 from twellctl.decoding.families import Norms, Scales
+from twellctl.decoding.rough_head import Estimate, RoughHead, refine
 from twellctl.decoding.screened import Screen
 
 _THREADS = 32 * (spec.STEP_WARPS + 1)  # a warp asks for weights
@@ -86,6 +89,10 @@ class WholeStep:
 
     `layers` have W_down by rows of neurons, Llama's norms and the same window; `rotary` turns whole
     heads; in memory more rows follow those of `head`, up to a multiple of STEP_QUAD.
+
+    Over int4 the kernel reads the head in 8 bits, `rough`, or none at all: exact logits are a
+    product of their own (few_linear), and where the choice alone must be exact, so are the logits
+    that may be the largest (rough_head.py).
     """
 
     def __init__(
@@ -102,16 +109,21 @@ class WholeStep:
         *,
         form: str,
         num_own: int,
+        rough: RoughHead | None = None,
         screens: Sequence[Screen] | None = None,
         is_silu: bool = False,
     ):
         """`form`: one of STEP_FORMS; the first `num_own` neurons have gates of their own; `screens`
-        of all layers for "screened"; `is_silu`: the dense form has SiLU in the place of ReLU."""
+        of all layers for "screened"; `is_silu`: the dense form has SiLU in the place of ReLU;
+        `rough` over int4 alone."""
+        if (rough is None) == (sizes.kind == "int4"):
+            raise ValueError("the kernel of a whole step reads the head in 8 bits over int4")
         self._kernels, self._limits, self._sizes = kernels, limits, sizes
         self._entry, self._is_silu = sizes.entry(form), is_silu
         self._layers, self._screens = layers, screens  # the table holds pointers to them
         self._kv_heads, self._scale = layers[0].attend.keys.shape[1], layers[0].attend.scale
         self._embeddings, self._last_norm, self._head = embeddings, last_norm, head
+        self._rough = rough
         self._rotary, self._scales = rotary, scales
         K, D, blocks, device = sizes.K, sizes.D, limits.num_sms, head.device
         of_layers: list[Screen | None] = [*screens] if screens else [None] * len(layers)
@@ -127,19 +139,26 @@ class WholeStep:
         return torch.zeros(size, dtype=torch.int64, device=self._head.device)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, tables: Tensor, stamps: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        wanted: Wanted = Wanted.EXACT,
+        stamps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits float32 `[1, V]`, and how many neurons of each layer fired, int32 `[L, 1]`.
 
         int32 tokens and positions `[1, 1]`, tables `[1, W]`, as of `Decoder.run`. `stamps`, of
         `new_stamps`, gets each block's clock behind each stage that it has part in.
         """
-        sizes, device = self._sizes, tokens.device
+        sizes, device, rough = self._sizes, tokens.device, self._rough
         embeddings, V = self._embeddings, ceil_div(sizes.V, spec.STEP_QUAD) * spec.STEP_QUAD
         if (scale := self._scales.embeddings) != 1:  # a table of one row
             embeddings, tokens = F.embedding(tokens, embeddings) * scale, torch.zeros_like(tokens)
+        if rough is not None and wanted is Wanted.EXACT:
+            V = 0  # see _logits
         counts = torch.empty(len(self._layers), 1, dtype=torch.int32, device=device)
-        logits = torch.empty(1, V, dtype=torch.float32, device=device)
+        made = Estimate.empty(V, sizes.K, self._limits.num_sms, device)
         self._kernels.launch(
             self._entry,
             (self._limits.num_sms,),
@@ -156,7 +175,8 @@ class WholeStep:
                 "tables": tables,
                 "embeddings": embeddings,
                 "last_norm": self._last_norm,
-                "head": self._head,
+                "head": self._head if rough is None else rough.codes,
+                "head_scales": None if rough is None else rough.scales,
                 "cos": self._rotary.cos,
                 "sin": self._rotary.sin,
                 "eps": self._scales.eps,
@@ -165,13 +185,26 @@ class WholeStep:
                 "words": self._words,
                 "epoch": self._epoch,
                 "counts": counts,
-                "logits": logits,
+                "logits": made.logits,
+                "most": made.most,
+                "least": made.least,
+                "x": made.x,
                 "stamps": stamps,
             },
             self._limits.smem_bytes,
             together=True,
         )
-        return self._scales.of_model(logits[:, : sizes.V]), counts
+        return self._scales.of_model(self._logits(made, wanted)), counts
+
+    def _logits(self, made: Estimate, wanted: Wanted) -> Tensor:
+        """`[1, V]`, behind the kernel, which has `made` all but exact ones over int4."""
+        if self._rough is None or wanted is Wanted.ROUGH:
+            return made.logits[:, : self._sizes.V]
+        if wanted is Wanted.EXACT:
+            given = self._kernels, self._limits, made.x, plain_weight(self._head)
+            return few_linear(*given, wide=True, overlap=True)
+        refine(self._kernels, self._head, made)
+        return made.logits[:, : self._sizes.V]
 
 
 def _words_of(layer: DecoderLayer, screen: Screen | None, num_own: int) -> list[int]:

@@ -1,0 +1,80 @@
+"""What follows a step over int4 (emulated_step.py): `refine`, and the bf16 head, on a CPU."""
+
+from dataclasses import dataclass
+
+import torch
+from emulated_kernels import EmulatedKernels
+from emulated_step import Done, Model, judge
+from torch import Tensor
+
+from twellctl.bundle.twell_few import few_linear
+from twellctl.bundle.twell_plan import Limits
+from twellctl.bundle.twell_weights import plain_weight
+from twellctl.decoding.rough_head import Estimate, refine
+
+H200 = Limits(132, 232448, (9, 0))
+FROM_STEP = ("x", "most", "least", "logits")
+
+
+class HeadKernels(EmulatedKernels):
+    """Those behind a step, which may still run."""
+
+    def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False, **how):
+        """As `KernelSet.launch`."""
+        if overlap:
+            how["from_previous"] = [args[name] for name in FROM_STEP if name in args]
+        super().launch(name, grid, block, args, smem_bytes, **how)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Logits `[V]`: of the head in 8 bits; the same, refined where it matters; of the bf16 head.
+    And what the step has said of them."""
+
+    rough: Tensor
+    refined: Tensor
+    exact: Tensor
+    estimate: Estimate
+
+    @property
+    def is_exact(self) -> Tensor:
+        """Which refined logits have the bits of the bf16 head's."""
+        return bits(self.refined) == bits(self.exact)
+
+    def check(self) -> None:
+        """That the choice is that of the bf16 head, and that the step has said what is so."""
+        same = self.is_exact
+        assert (same | (bits(self.refined) == bits(self.rough))).all()
+        best = self.exact.argmax()
+        assert self.refined.argmax() == best
+        assert same[best]
+        assert same[self.exact == self.exact[best]].all()
+        most = self.estimate.most[0, : len(self.exact)]
+        assert not (self.exact > most).any()
+
+
+def bits(logits: Tensor) -> Tensor:
+    """Of NaN, too, one number each."""
+    return logits.contiguous().view(torch.int32)
+
+
+def choice_of(kernels: HeadKernels, head: Tensor, done: Done) -> Choice:
+    """Of what a step has `done` with this head."""
+    rough, made = done.logits[-1].clone(), done.estimate
+    exact = few_linear(kernels, H200, made.x, plain_weight(head), wide=True)
+    refine(kernels, head, made)
+    return Choice(rough, made.logits[0, : len(head)], exact[0], made)
+
+
+def near_ties(model: Model, wanted: int = 50) -> Tensor:
+    """A head `[V, K]` for that model, in which so many rows, the first two of them the same, have
+    logits that differ by no more than bf16 rounds: less than 8 bits tell apart."""
+    V, K, generator = model.vocabulary, model.K, torch.Generator().manual_seed(model.seed)
+    model.head = torch.eye(K).bfloat16()
+    x = judge(model).logits[0]
+    rows = torch.randn(V, K, generator=generator, dtype=torch.float64) * K**-0.5
+    beside = rows - (rows @ x / x.square().sum())[:, None] * x
+    tied = torch.randperm(V, generator=generator)[:wanted]
+    rows[tied] = beside[tied] + 6 * x / x.square().sum()
+    rows[tied[1]] = rows[tied[0]]
+    return rows.bfloat16()
