@@ -35,7 +35,7 @@ class BothForms(TorchDecoder):
 def decode_form(name: str, seconds: float, **more) -> DecodeForm:
     """A form as bench decode measures it."""
     kinds = {"twell": TWELL, "twell FP8": TWELL, "dense FP8": DENSE_FP8}
-    facts = {"density": 0.02, "union": 0.1, "shortfall": 0.0, "floor_bytes": 10}
+    facts = {"density": 0.02, "union": 0.1, "shortfall": 0.0, "floor_bytes": 10, "weight_bytes": 20}
     facts |= {"floor_seconds": 0.0005, "kind": kinds.get(name, DENSE)}
     facts |= {"in_fp8": "FP8" in name} | more
     return DecodeForm(name=name, step_seconds=(seconds, seconds, 1.0), **facts)

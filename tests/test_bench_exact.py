@@ -125,9 +125,9 @@ def test_answers_that_differ_are_told(cli, fit, prompts, silu_llama, monkeypatch
 
 def test_groups_that_one_form_could_not_time_do_not_count():
     forms = [
-        ExactForm("original, stable", (5.0, 5.0, 5.0), 0, Drafted(9)),
-        ExactForm("original", (10.0, None, 20.0), 2, Drafted(9)),
-        ExactForm("exact", (20.0, 90.0, 50.0), 0, Drafted(9)),
+        ExactForm("original, stable", (5.0, 5.0, 5.0), 0, Drafted(9), 7),
+        ExactForm("original", (10.0, None, 20.0), 2, Drafted(9), 7),
+        ExactForm("exact", (20.0, 90.0, 50.0), 0, Drafted(9), 7),
     ]
     point = ExactPoint(1, 3, tuple(forms))
     assert point.num_timed == 2

@@ -1,5 +1,6 @@
 """quickstart: the real job as a newcomer gets it, and what it says when it falls short."""
 
+import importlib.util
 import json
 
 import pytest
@@ -7,6 +8,7 @@ from compiled import EVERY_CASE
 from transformers import AutoModelForCausalLM
 
 from twellctl import quickstart as module
+from twellctl.cli.run_report import write_report
 from twellctl.finetune import Interrupted
 from twellctl.quickstart import quickstart
 from twellctl.screens.make import quickstarted
@@ -33,8 +35,9 @@ def test_the_whole_job(third, tmp_path, capsys):
     done = quickstart(out)
     assert done.density < 0.15
     assert done.density < done.relu_density < 0.6
-    quickstarted(done)
+    quickstarted(done, out / "report.html")
     shown = capsys.readouterr().out
+    assert f"next: open {out}/report.html in a browser" in shown
     assert f"{done.relu_density:.2%}" in shown
     assert "(on held-out text; training steers what fires " in shown
     assert done.sparse_loss <= done.silu_loss + 0.15
@@ -52,6 +55,14 @@ def test_the_whole_job(third, tmp_path, capsys):
         "train.jsonl",
         "val.jsonl",
     }
+    write_report(out)
+    page = (out / "report.html").read_text()
+    assert "What fine-tuning changed" in page
+    assert f"<td>{done.sparse_loss:.4f}</td><td>{done.density:.2%}</td>" in page
+    assert ("relu: fitted layer by layer" in page) == (
+        importlib.util.find_spec("matplotlib") is not None
+    )
+    (out / "report.html").unlink()
     profile = json.loads((out / "profile.json").read_text())
     assert (profile["model"], profile["data"]) == ("sparse", ["val.jsonl"])
     assert list(tmp_path.iterdir()) == [out]

@@ -14,7 +14,7 @@ from twellctl.errors import TwellError
 from twellctl.evaluation.in_report import answers_of, table_of
 from twellctl.evaluation.pairs import Pair
 from twellctl.evaluation.results import AnswerScore, Evaluation, Marks, Mean, TaskResult
-from twellctl.report.page import Answers, Page, html_of
+from twellctl.report.page import Answers, Page, Table, html_of
 
 HOSTILE = "</pre><script>document.title = 'x'</script><img src=https://a.b/c onerror=alert(1)>&amp;"
 
@@ -114,8 +114,9 @@ def test_at_most_twelve_answers_and_none_without_a_reference():
 def test_a_table_of_other_tasks_has_gaps():
     choices = TaskResult.of(Marks("arc", (1.0, 0.0), (1.0, 1.0), options=(4, 4)))
     other = evaluation("b", tasks=(choices,), bytes_read=None, answers=None)
-    columns, rows = table_of([in_json(evaluation()), in_json(other)])
-    assert columns == ["model", "code", "arc", "kept", "bytes read", "KL, answers"]
+    table = table_of([in_json(evaluation()), in_json(other)])
+    rows = table.rows
+    assert table.columns == ["model", "code", "arc", "kept", "bytes read", "KL, answers"]
     assert rows[0][:4] == ["original, the original", "110 of 120", "-", "100%"]
     assert rows[2] == ["b", "-", "50.0%", "-", "-", "-"]
 
@@ -127,8 +128,7 @@ def test_what_others_wrote_stays_text():
         HOSTILE,
         *(HOSTILE, HOSTILE),
         sentences=[HOSTILE],
-        columns=[HOSTILE],
-        rows=[[HOSTILE, HOSTILE]],
+        tables=[Table(HOSTILE, [HOSTILE], [[HOSTILE, HOSTILE]], HOSTILE)],
         answers=[answers],
         facts=[(HOSTILE, HOSTILE)],
         recipe=HOSTILE,
@@ -191,7 +191,7 @@ def test_a_page_of_nothing_has_no_headings():
 
 def test_a_folder_of_no_run_is_refused(refusal, tmp_path):
     said = refusal("report", tmp_path)
-    assert said == f"error: {tmp_path} holds no run.json: give the out of 'twellctl run'"
+    assert said == f"error: {tmp_path} holds nothing of a run: give the out of 'twellctl run'"
 
 
 @pytest.mark.parametrize("width", [1280, 360])

@@ -22,7 +22,7 @@ from twellctl.bench.decode_results import (
 )
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
 from twellctl.bench.decode_stages import measure_stages
-from twellctl.bench.device import bench_device, device_facts
+from twellctl.bench.device import bench_device, device_facts, weight_bytes
 from twellctl.bench.results import DENSE_FP8, TWELL
 from twellctl.bench.settings import DecodeSettings
 from twellctl.bench.subject import Subject, is_in_fp8, open_subject
@@ -63,7 +63,9 @@ def _opened(
 ) -> Subject:
     subject = open_subject(settings, density, device, note)
     if subject.checkpoint is not None:
+        scheme = subject.checkpoint.scheme
         subject.described["fingerprint"] = fingerprint(subject.checkpoint)
+        subject.described["weights"] = "bf16" if scheme is None else scheme.name
         return subject
     benched = subject.models.benched
     length = benched.config.max_position_embeddings
@@ -181,6 +183,7 @@ class _Run:
             judged.shortfall if self.judges_dense or form.kind == TWELL else None,
             floor,
             floor / self.bandwidth,
+            weight_bytes(opened.model),
             way,
             is_in_fp8(opened.model),
             self._stages(opened, way) if batch == 1 else (),

@@ -35,10 +35,10 @@ class DecodeForm:
 
     `density`: the mean share of neurons that fired for a row, `union` that for some row of a step,
     both in the text that this form wrote. `shortfall` as in `Judged`; None: a fitted model without
-    its map, which writes noise, is not judged. `floor_seconds`: what reading
-    the weights and the cache of a step takes at the device's copy bandwidth. `way`: that its
-    steps went; None: its decoder has no plan. `in_fp8`: whether its weights are FP8. `stages` of a
-    layer, if they were asked for and one kernel makes the step.
+    its map, which writes noise, is not judged. `floor_seconds`: what reading the weights and the
+    cache of a step takes at the device's copy bandwidth; `weight_bytes`: what all weights take of
+    memory. `way`: that its steps went; None: its decoder has no plan. `in_fp8`: whether its weights
+    are FP8. `stages` of a layer, if they were asked for and one kernel makes the step.
     """
 
     name: str
@@ -49,6 +49,7 @@ class DecodeForm:
     shortfall: float | None
     floor_bytes: int
     floor_seconds: float
+    weight_bytes: int
     way: str | None = None
     in_fp8: bool = False
     stages: tuple[Stage, ...] = ()
@@ -82,6 +83,7 @@ class DecodeForm:
             "density": self.density,
             "union": self.union,
             "shortfall": None if self.shortfall is None else finite(self.shortfall),
+            "weight_bytes": self.weight_bytes,
             "floor_bytes": self.floor_bytes,
             "floor_steps_per_second": 1 / self.floor_seconds,
             "of_floor": self.floor_seconds / self.seconds,

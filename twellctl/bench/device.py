@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from twellctl.bundle.twell_e4m3 import why_no_products
 from twellctl.bundle.twell_nvrtc import find_nvrtc
@@ -77,6 +78,12 @@ def give_back(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def weight_bytes(*models: nn.Module) -> int:
+    """What the weights of `models` take of memory, with the codes that some are beside."""
+    tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def free_memory(device: torch.device) -> float:

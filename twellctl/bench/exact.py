@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from twellctl.bench.device import bench_device, device_facts, give_back
+from twellctl.bench.device import bench_device, device_facts, give_back, weight_bytes
 from twellctl.bench.exact_results import (
     EXACT,
     FIT,
@@ -108,21 +108,23 @@ class _Run:
     def add(self, name: str, **how: Any) -> None:
         """Open an engine (`how`: as of `open_scheduler`), and let it answer at each batch size."""
         scheduler = open_scheduler(max_running=max(self._found), **how)
+        weights = weight_bytes(*(how[each] for each in ("model", "draft") if each in how))
         try:
             for batch, found in self._found.items():
                 self._note(f"{name}: batch {batch}")
-                found.append(self._measured(name, scheduler, batch))
+                found.append(self._measured(name, scheduler, batch, weights))
         except EngineError as error:
             raise TwellError(f"{name}: {error}") from error
 
-    def _measured(self, name: str, scheduler: Scheduler, batch: int) -> ExactForm:
+    def _measured(self, name: str, scheduler: Scheduler, batch: int, weights: int) -> ExactForm:
         list(self._answers(scheduler, batch))
         before = scheduler.tally.drafted.copy()
         groups, rates = zip(*self._answers(scheduler, batch), strict=True)
         answers = [ids for group in groups for ids in group]
         self._known = self._known or answers
         differing = sum(a != b for a, b in zip(answers, self._known, strict=True))
-        return ExactForm(name, rates, differing, scheduler.tally.drafted.since(before))
+        drafted = scheduler.tally.drafted.since(before)
+        return ExactForm(name, rates, differing, drafted, weights)
 
     def _answers(
         self, scheduler: Scheduler, batch: int

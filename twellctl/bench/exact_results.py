@@ -17,12 +17,14 @@ class ExactForm:
 
     `rates`: tokens a second of each group of prompts that was answered together, None where there
     were too few. `differing`: prompts whose token ids are not those of the stable original.
+    `weight_bytes`: of all models of the engine in memory.
     """
 
     name: str
     rates: tuple[float | None, ...]
     differing: int
     drafted: Drafted
+    weight_bytes: int
 
     @property
     def must_agree(self) -> bool:
@@ -91,6 +93,7 @@ class ExactPoint:
             "drafted": dict(form.drafted.read),
             "kept": {name: form.drafted.kept[name] for name in form.drafted.read},
             "differing": form.differing,
+            "weight_bytes": form.weight_bytes,
             "rates": list(form.rates),
         }
 

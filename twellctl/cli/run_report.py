@@ -1,7 +1,8 @@
-"""twellctl report: a page on what lies in the folder of a run, which `run` writes at its end, too.
+"""twellctl report: a page on what lies in the folder of a run, which `run` writes at its end, too,
+and `quickstart`.
 
 Read are run.json, what the steps made, and what else was measured and written there: any JSON of
-`eval` is a row of the table, and any of `bench decode` a plot.
+`eval` is a row of a table, and any of `bench decode` a plot.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import typer
 import yaml
 
 from twellctl.bench.decode_chart import chart_of as chart_of_bench
+from twellctl.cli.rivals import rivals_of
 from twellctl.errors import TwellError, counted
 from twellctl.evaluation import kept
 from twellctl.evaluation.in_report import answers_of, table_of
@@ -26,7 +28,7 @@ from twellctl.fitting.chart import chart_of as chart_of_fit
 from twellctl.models.carried import METRICS_FILE
 from twellctl.models.checkpoint import FIT_FILE, REPORT_FILE
 from twellctl.report.charts import Chart
-from twellctl.report.page import KEY, Page, Picture, html_of, pictures_of
+from twellctl.report.page import KEY, Page, Picture, Table, html_of, pictures_of
 from twellctl.screens import ui
 
 PAGE = "report.html"
@@ -42,8 +44,8 @@ def report(
 
     FOLDER/report.html has the verdict, what the model keeps, plots, and answers beside the
     original's. It is one file, which loads nothing. Other evaluations in FOLDER, such as one of
-    the original in 4 bits, become rows of its table, and what 'bench decode --json' wrote there
-    becomes a plot.
+    the original in 4 bits, become rows of a table, what 'bench decode --json' wrote there becomes a
+    plot, and both it and 'bench exact --json' fill a table of what you would pick instead.
     """
     ui.doing("drawing")
     ui.say(str(write_report(folder)))
@@ -57,8 +59,8 @@ def check_report(folder: Path) -> None:
 def write_report(folder: Path) -> Path:
     """Write the page, unless it says the same already; `TwellError` for a folder of no run."""
     path = folder / PAGE
-    if not (folder / RECORD).is_file():
-        raise TwellError(f"{folder} holds no {RECORD}: give the out of 'twellctl run'")
+    if not any((folder / name).is_file() for name in _OWN):
+        raise TwellError(f"{folder} holds nothing of a run: give the out of 'twellctl run'")
     check_report(folder)
     content = html_of(_page(folder))
     if not path.is_file() or path.read_text(encoding="utf-8") != content:
@@ -74,7 +76,8 @@ def _page(folder: Path) -> Page:
     evaluations, benches = _measured(folder)
     with _complete(folder):
         own = evaluations.get("eval.json")
-        columns, rows = table_of(list(evaluations.values())) if evaluations else ([], [])
+        kept_tables = [table_of(list(evaluations.values()))] if evaluations else []
+        rivals = rivals_of(folder, evaluations, benches)
         verdict = own["verdict"] if own and own["verdict"] else {}
         return Page(
             title=folder.resolve().name,
@@ -82,8 +85,7 @@ def _page(folder: Path) -> Page:
             because=verdict.get("because", ""),
             is_bad=verdict.get("step") in (3, 4),
             sentences=[said for bench in benches for said in bench["sentences"]],
-            columns=columns,
-            rows=rows,
+            tables=[*filter(None, [rivals, *kept_tables, _trained(folder)])],
             pictures=_pictures(list(_charts(folder, evaluations, benches))),
             answers=answers_of(own) if own else [],
             facts=list(_facts(folder, own)),
@@ -107,7 +109,7 @@ def _measured(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, A
             continue
         if VERSION_KEY in content:
             evaluations[path.name] = content
-        elif content.get("command") == "bench decode":
+        elif content.get("command") in ("bench decode", "bench exact"):
             benches.append(content)
     return evaluations, benches
 
@@ -133,7 +135,7 @@ def _charts(
             points.append(kept.point_of(evaluation, name))
     if points:
         yield kept.chart_of(points)
-    yield from map(chart_of_bench, benches)
+    yield from (chart_of_bench(one) for one in benches if one["command"] == "bench decode")
     if (profile := folder / "profile.json").is_file():
         yield read_profile(profile).to_chart()
     if (fit := folder / "relu" / FIT_FILE).is_file():
@@ -143,6 +145,26 @@ def _charts(
 
         found = read_json(folder / "sparse" / REPORT_FILE)
         yield chart_of(history, "sparse: fine-tuning", found["target_density"])
+
+
+def _trained(folder: Path) -> Table | None:
+    """What fine-tuning changed, on held-out text; None without any, or without such text."""
+    if not (path := folder / "sparse" / REPORT_FILE).is_file():
+        return None
+    found = read_json(path)
+    models = (
+        ("teacher", found["teacher_cross_entropy"], 1.0),
+        ("before", found["first_cross_entropy"], found["first_density"]),
+        ("after", found["cross_entropy"], found["density"]),
+    )
+    rows = [
+        [name, f"{loss:.4f}", f"{density:.2%}"]
+        for name, loss, density in models
+        if loss is not None and density is not None
+    ]
+    note = "On held-out text: cross-entropy, nats a token; the share of neurons that fire."
+    columns = ["model", "loss", "neurons that fire"]
+    return Table("What fine-tuning changed", columns, rows, note) if rows else None
 
 
 def _pictures(charts: list[Chart]) -> list[Picture]:
@@ -171,5 +193,7 @@ def _facts(folder: Path, evaluation: dict[str, Any] | None) -> Iterator[tuple[st
 
 def _recipe(folder: Path) -> str:
     """The file of the run, as YAML."""
+    if not (folder / RECORD).is_file():
+        return ""
     recipe = read_json(folder / RECORD).get(RECIPE)
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True) if recipe else ""

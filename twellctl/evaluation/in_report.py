@@ -8,19 +8,24 @@ from twellctl.errors import bounded, counted
 from twellctl.evaluation.kept import kept_of
 from twellctl.evaluation.pairs import common_words
 from twellctl.report.charts import short_name
-from twellctl.report.page import Answers
+from twellctl.report.page import Answers, Table
 
 MOST_ANSWERS = 12
 LONGEST = 6000  # characters of a question, and of an answer
 NOTHING = "-"
 
 
-def table_of(evaluations: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """(columns, rows): the original, as the first evaluation has it, then each model."""
+def table_of(evaluations: Sequence[dict[str, Any]]) -> Table:
+    """What is kept: the original, as the first evaluation has it, then each model."""
     tasks = dict.fromkeys(task["task"] for one in evaluations for task in one["tasks"])
     columns = ["model", *tasks, "kept", "bytes read", "KL, answers"]
     rows = [_original(evaluations[0], tasks)] if evaluations[0]["reference"] else []
-    return columns, [*rows, *(_model(one, tasks) for one in evaluations)]
+    note = (
+        "Kept: tasks solved, over those that the original solves, ± one standard error. Bytes: of "
+        "linear layers that a token reads."
+    )
+    rows += [_model(one, tasks) for one in evaluations]
+    return Table("What it keeps", columns, rows, note)
 
 
 def _original(evaluation: dict[str, Any], tasks: dict[str, None]) -> list[str]:
@@ -34,19 +39,23 @@ def _original(evaluation: dict[str, Any], tasks: dict[str, None]) -> list[str]:
 def _model(evaluation: dict[str, Any], tasks: dict[str, None]) -> list[str]:
     by_name = {task["task"]: task for task in evaluation["tasks"]}
     cells = [_score(by_name.get(name), "accuracy") for name in tasks]
-    kept = kept_of(
-        [(t["right"], t["reference_right"]) for t in by_name.values() if t["reference_right"]]
-    )
     read, whole = evaluation["bytes_read"], evaluation["reference_bytes_read"]
     share = f" ({read / whole:.1%})" if read and whole else ""
     answers = evaluation["answers"]
     return [
         short_name(evaluation["model"]),
         *cells,
-        NOTHING if kept is None else f"{kept.share:.1%} ± {kept.stderr:.1%}",
+        share_kept(evaluation) or NOTHING,
         f"{_megabytes(read)}{share}" if read else NOTHING,
         f"{answers['kl']['mean']:.4f}" if answers else NOTHING,
     ]
+
+
+def share_kept(evaluation: dict[str, Any]) -> str | None:
+    """What is kept of the reference's tasks; None without any that it solves in its own words."""
+    tasks = [task for task in evaluation["tasks"] if task["reference_right"]]
+    kept = kept_of([(task["right"], task["reference_right"]) for task in tasks])
+    return None if kept is None else f"{kept.share:.1%} ± {kept.stderr:.1%}"
 
 
 def _megabytes(number: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twellctl.errors import TwellError, UsageError
+from twellctl.errors import TwellError
 from twellctl.fitting.folder import TOKENS_A_WEIGHT
 from twellctl.fitting.layer import stride_before_steps
 from twellctl.fitting.least_squares import COMPUTED, tf32
@@ -78,10 +78,11 @@ class Plan:
 
 
 def plan(model: str | Path, *, revision: str | None = None, **settings: Any) -> Plan:
-    """Of fitting `model` with `settings` on the device that this process would take."""
+    """Of fitting `model` with `settings` on the device that this process would take.
+
+    No text is read: a fit takes `tokens` of it.
+    """
     fit = chosen(Fit, settings)
-    if not fit.data:
-        raise UsageError("nothing is fitted without text: give --data FILE")
     return plan_of(open_source(model, revision, fit), fit)
 
 
@@ -167,9 +168,8 @@ def planned(shape: Shape, fit: Fit, device: torch.device, rates: Rates) -> Plan:
         more = rounding.products()
         forward, sums, solves = forward + more[0], sums + more[1], solves + more[2]
         seconds = rounding.seconds(rates.rounding)
-    products = (forward + stepped) / rates.half + (
-        sums + DOUBLE[device.type] * solves
-    ) / rates.single
+    sums += DOUBLE[device.type] * solves
+    products = (forward + stepped) / rates.half + sums / rates.single
     taken, wide = _bytes_of(shape, fit, on_gpu), 2 if on_gpu else 4
     host = wide * (shape.num_layers * shape.num_weights + shape.other_weights)
     return Plan(

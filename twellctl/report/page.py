@@ -28,6 +28,16 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Table:
+    """`columns` and `rows`, whose first cells name them; `note` says below it what they are."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Answers:
     """Two answers to a question: `what` became of them, the `common` text, how each goes on."""
 
@@ -53,8 +63,8 @@ class Answers:
 class Page:
     """What the report says, from its top to its end; what is empty is left out.
 
-    `verdict` in words and `because`; `sentences` below it; a table of `columns` and `rows`, whose
-    first cells name them; `facts` by name; the `recipe` to make it again.
+    `verdict` in words and `because`; `sentences` below it; `facts` by name; the `recipe` to make it
+    again.
     """
 
     title: str
@@ -62,8 +72,7 @@ class Page:
     because: str = ""
     is_bad: bool = False
     sentences: Sequence[str] = ()
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
+    tables: Sequence[Table] = ()
     pictures: Sequence[Picture] = ()
     answers: Sequence[Answers] = ()
     facts: Sequence[tuple[str, str]] = ()

@@ -1,6 +1,7 @@
 """What commands that make a model say: convert, write, finetune, export, quickstart. No torch."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from twellctl.errors import TwellError, counted
@@ -226,8 +227,8 @@ def exported(result: Any) -> None:
     ui.say(f"next: twellctl generate {ui.word(result.out)} PROMPT{exact}")
 
 
-def quickstarted(result: Any) -> None:
-    """What changed in the whole job (a `QuickStarted`)."""
+def quickstarted(result: Any, page: Path) -> None:
+    """What changed in the whole job (a `QuickStarted`), and the `page` that shows it."""
     models = (
         ("SiLU, trained here", result.silu_loss, 1, result.out / "silu"),
         ("ReLU, converted", result.relu_loss, result.relu_density, result.out / "relu"),
@@ -238,4 +239,4 @@ def quickstarted(result: Any) -> None:
     ui.say("(a model this small is still learning, and improves in fine-tuning; a real one loses)")
     ui.table("What changed", ["model", "held-out loss", "neurons firing", "folder"], rows)
     ui.say("(on held-out text; training steers what fires on its own text, which differs)")
-    ui.say(f"next: twellctl generate {ui.word(result.export)} 'def '")
+    ui.say(f"next: open {page} in a browser; twellctl generate {ui.word(result.export)} 'def '")

@@ -1,0 +1,120 @@
+"""The report's table of what a user would pick instead: each figure is that of its file."""
+
+import json
+from pathlib import Path
+
+import pytest
+from small_benches import decode_form
+from test_report import evaluation, in_json
+
+from twellctl.bench.decode_results import DecodeBench, DecodeModel, DecodePoint
+from twellctl.bench.exact_results import ExactBench, ExactForm, ExactPoint
+from twellctl.cli.rivals import UNKNOWN, rivals_of
+from twellctl.cli.run_report import PAGE, write_report
+from twellctl.decoding.drafted import Drafted
+from twellctl.models.checkpoint import FIT_FILE
+from twellctl.report.page import Table
+
+H200 = {"device": "NVIDIA H200"}
+NAMES = [f"original, {bits} bits" for bits in (16, 8, 4)] + ["relu, fast", "relu, exact"]
+
+
+def decoded(weights: str = "bf16", fingerprint: str = "abc", times: float = 1.0) -> dict:
+    """bench decode of a model in these weights: 100, 125 and 200 steps a second, `times` more."""
+    seconds = {"dense": 0.01, "dense FP8": 0.008, "twell": 0.005}
+    sizes = {"dense": 4_000_000_000, "dense FP8": 2_000_000_000, "twell": 4_100_000_000}
+    forms = [decode_form(name, seconds[name] / times, weight_bytes=sizes[name]) for name in seconds]
+    point = DecodePoint(1, tuple(forms), {})
+    four = DecodePoint(4, (decode_form("dense", 1.0), decode_form("twell", 1.0)), {})
+    described = {"weights": weights, "fingerprint": fingerprint}
+    model = DecodeModel("this model", described, (four, point), None)
+    return json.loads(json.dumps(DecodeBench(H200, {}, 1e12, (model,)).to_json()))
+
+
+def answered(differing: int = 0) -> dict:
+    """bench exact: 80, 160 and 120 tokens a second."""
+    forms = [
+        ExactForm("original, stable", (70.0,), 0, Drafted(9), 4_000_000_000),
+        ExactForm("original", (80.0,), 2, Drafted(9), 4_000_000_000),
+        ExactForm("fit alone", (160.0,), 9, Drafted(9), 4_100_000_000),
+        ExactForm("exact", (120.0,), differing, Drafted(9), 8_100_000_000),
+    ]
+    models = {"fit": "made/relu", "original": "owner/original"}
+    found = ExactBench(H200, {}, models, (ExactPoint(1, 12, tuple(forms)),))
+    return json.loads(json.dumps(found.to_json()))
+
+
+def fit_of(folder: Path, name: str, seconds: float, keeps: bool = False, kept: int = 0) -> None:
+    (folder / name).mkdir(exist_ok=True)
+    content = {"settings": {"keep_activation": keeps}, "seconds": seconds, "kept": kept}
+    (folder / name / FIT_FILE).write_text(json.dumps(content))
+
+
+def cells(table: Table, column: str) -> list[str]:
+    """A column, from the top."""
+    return [row[list(table.columns).index(column)] for row in table.rows]
+
+
+def test_all_that_was_measured_is_in_its_row(tmp_path):
+    fit_of(tmp_path, "relu", 200.0)
+    fit_of(tmp_path, "silu4", 99.0, keeps=True)
+    four = in_json(evaluation("made/silu4", 105))
+    found = {"eval.json": in_json(evaluation()), "eval-4.json": four}
+    table = rivals_of(tmp_path, found, [decoded(), decoded("int4", times=3.0), answered()])
+    assert cells(table, "model") == NAMES
+    assert cells(table, "tokens/s, steps") == [
+        *("100 (1.00x)", "125 (1.25x)", "300 (3.00x)", "200 (2.00x)", UNKNOWN),
+    ]
+    assert cells(table, "tokens/s, answers") == [
+        *("80.0 (1.00x)", UNKNOWN, UNKNOWN, "160 (2.00x)", "120 (1.50x)"),
+    ]
+    assert cells(table, "same answers") == [
+        *("yes", UNKNOWN, "no: 9 of 64", "no: 9 of 64", "yes: 12 of 12"),
+    ]
+    kept = cells(table, "tasks kept")
+    assert (kept[0], kept[1], kept[4]) == ("100%", UNKNOWN, "100%")
+    assert kept[2].startswith("95.5% ±")
+    assert kept[3].startswith("81.8% ±")
+    assert cells(table, "set-up") == ["none", UNKNOWN, "1 min 39 s", "3 min 20 s", "3 min 20 s"]
+    weights = ["4 GB", "2 GB", "4 GB", "4.1 GB", "8.1 GB"]
+    assert cells(table, "weights in memory") == weights
+    assert table.note.startswith("One sequence on NVIDIA H200. ")
+
+
+def test_what_was_not_measured_says_so(tmp_path):
+    table = rivals_of(tmp_path, {"eval.json": in_json(evaluation())}, [])
+    assert cells(table, "model") == NAMES
+    assert cells(table, "tokens/s") == [UNKNOWN] * 5
+    assert cells(table, "weights in memory") == [UNKNOWN] * 5
+    assert cells(table, "set-up") == ["none", *[UNKNOWN] * 4]
+    assert rivals_of(tmp_path, {}, []) is None
+    random = decoded()
+    del random["models"][0]["model"]["fingerprint"]  # weights that nobody has
+    assert cells(rivals_of(tmp_path, {}, [random]), "tokens/s") == [UNKNOWN] * 5
+
+
+def test_answers_that_differ_are_not_the_same(tmp_path):
+    table = rivals_of(tmp_path, {}, [answered(differing=2)])
+    assert table.rows[4][0] == "relu, exact"
+    assert cells(table, "same answers")[4] == "no: 10 of 12"
+    assert cells(table, "tasks kept")[4] == UNKNOWN
+
+
+def test_a_fit_that_was_interrupted_took_longer(tmp_path):
+    fit_of(tmp_path, "relu", 60.0, kept=3)
+    table = rivals_of(tmp_path, {}, [answered()])
+    assert cells(table, "set-up")[3:] == ["more than 1 min 00 s"] * 2
+
+
+@pytest.mark.parametrize("broken", ["points", "models"])
+def test_the_page_has_it_and_names_a_broken_file(tmp_path, refusal, broken):
+    content = answered()
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation().to_json()))
+    (tmp_path / "exact.json").write_text(json.dumps(content))
+    write_report(tmp_path)
+    page = (tmp_path / PAGE).read_text()
+    assert "What you would pick instead" in page
+    assert "the same answers are 1.50x as fast" in page
+    del content[broken]
+    (tmp_path / "exact.json").write_text(json.dumps(content))
+    assert f"a figure is missing or broken (KeyError('{broken}'))" in refusal("report", tmp_path)
