@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int kWholeBatches = 1;    // a warp's, of a head that has no parts
+constexpr int kPartBatches = 4;     // of a part of a head, while there are blocks for more parts
 constexpr int kFetchedBatches = 4;  // a warp's, that are in L2 before they are read
 
 struct Attention : Products {
@@ -40,7 +40,8 @@ struct Attention : Products {
     template <int DIM>
     __device__ __forceinline__ bool plan_attend(int position, int window) const {
         constexpr int BATCH = Shape<DIM>::BATCH;
-        const int most = gridDim.x / args.H, head = block() / most;
+        const int most = min(kMostParts, static_cast<int>(gridDim.x) / args.H);
+        const int head = block() / most;
         if (head >= args.H) return false;
         const int start = window > 0 ? max(0, position - window + 1) : 0;
         const int sharing = args.H / args.Hkv;
@@ -48,11 +49,11 @@ struct Attention : Products {
         a.head = head, a.kv = head / sharing, a.part = block() % most;
         a.range = {start, position, start / BATCH, position / BATCH};
         const int batches = a.range.last - a.range.first;
-        a.num_parts = min(most, batches / (kWarps * kWholeBatches) + 1);
+        a.num_parts = min(most, batches / kPartBatches + 1);
         if (a.part >= a.num_parts) return false;
         a.step = a.num_parts * kWarps;
-        a.first = a.range.first + a.part * kWarps + thread() / 32;
-        a.has_new = batches % a.step / kWarps == a.part;
+        a.first = a.range.first + thread() / 32 * a.num_parts + a.part;
+        a.has_new = batches % a.num_parts == a.part;
         a.stores_new = head % sharing == 0;
         a.first_place = place<DIM>(page_of<DIM>(a.range.last, a.first), a.kv, a.first * BATCH);
         a.new_place = place<DIM>(page_of<DIM>(a.range.last, a.range.last), a.kv, position);
@@ -117,7 +118,7 @@ struct Attention : Products {
         using S = Shape<DIM>;
         const Attend& a = own_attend();
         const Lane<DIM> lane(thread() % 32);
-        const Shared<DIM, 1> shared(at<float>(kAttend), kWarps);
+        const Shared<DIM, 1> shared(at<float>(kAttend), Block::kAttendSums);
         const Range range = a.range;
         const int step = a.step;
         int batch = a.first;
@@ -161,8 +162,45 @@ struct Attention : Products {
         const int warp = thread() / 32;
         store_head<DIM>(head, lane, thread(), shared.sums + warp * DIM, shared.largest[warp],
                         shared.total[warp]);
+        if (a.part == 0) await_parts<DIM>(shared, a, tag);
         sync_consumers();
         if (thread() < DIM / 2) give_head<DIM>(shared, a, tag);
+    }
+
+    // What the other blocks of the head have, behind what the own warps have: a part a warp.
+    template <int DIM>
+    __device__ __forceinline__ void await_parts(const Shared<DIM, 1>& shared, const Attend& a,
+                                                unsigned tag) const {
+        constexpr int HALF = DIM / 2, NUM = HALF / 32, kAtOnce = NUM == 2 ? 2 : 1;
+        const int lane = thread() % 32, part = 1 + thread() / 32, to = kWarps + thread() / 32;
+        if (part >= a.num_parts) return;
+        const uint4* from = head_parts() + (block() + part) * DIM;
+        uint2* sums = reinterpret_cast<uint2*>(shared.sums) + to * HALF + lane;
+#pragma unroll 1
+        for (int first = 0; first < NUM; first += kAtOnce) {
+            uint4 whole, columns[kAtOnce];
+            unsigned tries = 0;
+            bool are_there = false;
+#pragma unroll 1
+            while (!are_there) {
+                whole = load_floats(from);
+                are_there = whole.y == tag && whole.w == tag;
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    columns[i] = load_floats(from + HALF + 32 * (first + i) + lane);
+                    are_there = are_there && columns[i].y == tag && columns[i].w == tag;
+                }
+                lose_patience(tries);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                sums[32 * (first + i)] = make_uint2(columns[i].x, columns[i].z);
+            if (lane == 0) {
+                shared.largest[to] = __uint_as_float(whole.x);
+                shared.total[to] = __uint_as_float(whole.z);
+            }
+        }
+        __syncwarp();
     }
 
     // Two columns a thread, of all warps and all parts of the head: to all blocks.
@@ -171,25 +209,15 @@ struct Attention : Products {
                                               unsigned tag) const {
         constexpr int HALF = DIM / 2;
         const int t = thread();
-        Pair pair = put_together(
-            kWarps, [&](int w) { return make_float2(shared.largest[w], shared.total[w]); },
+        const Pair pair = put_together(
+            a.part == 0 ? kWarps + a.num_parts - 1 : kWarps,
+            [&](int w) { return make_float2(shared.largest[w], shared.total[w]); },
             [&](int w) { return reinterpret_cast<const float2*>(shared.sums)[w * HALF + t]; });
-        uint4* parts = head_parts() + (block() - a.part) * DIM + t;
         if (a.part > 0) {
-            parts += a.part * DIM;
+            uint4* parts = head_parts() + block() * DIM + t;
             store_floats(parts, pair.largest, pair.total, tag);
             store_floats(parts + HALF, pair.low, pair.high, tag);
             return;
-        }
-#pragma unroll 1
-        for (int part = 1; part < a.num_parts; ++part) {
-            parts += DIM;
-            const float2 whole = await_floats(parts, tag), both = await_floats(parts + HALF, tag);
-            const float largest = fmaxf(pair.largest, whole.x);
-            const float own = power_of_two(pair.largest - largest);
-            const float its = power_of_two(whole.x - largest);
-            pair = {largest, pair.total * own + whole.y * its, pair.low * own + both.x * its,
-                    pair.high * own + both.y * its};
         }
         const unsigned both = output(pair);
         store_relaxed_pair(row_words(1) + word_of(a.head * DIM + 2 * t), tagged(both & 0xffff, tag),

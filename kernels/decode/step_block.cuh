@@ -83,11 +83,12 @@ constexpr int kMapRows = spec::STEP_MOST_MAPPED + (kUnitRows > kQuad ? kUnitRows
 constexpr int kMostSums = (kMostRows + kMapRows + kTakenRows - 1) / kTakenRows * kTakenRows;
 // row blocks of the gate's copy that a warp has: each has its units in the ring at once
 constexpr int kWarpBlocks = (kMostRows + kScreenRows * kWarps - 1) / (kScreenRows * kWarps);
-constexpr int kSliceEights = K / kWarps / 8;       // of a row of K, of a warp
-constexpr int kEights = (kSliceEights + 31) / 32;  // of those, of a lane, at most
-constexpr int kOwnQuads = spec::STEP_OWN_QUADS;    // of x, of a block, at most; a power of two
-constexpr int kMostDim = spec::STEP_MOST_DIM;      // of a head
-constexpr int kApart = 37;                         // see Block::turn
+constexpr int kSliceEights = K / kWarps / 8;        // of a row of K, of a warp
+constexpr int kEights = (kSliceEights + 31) / 32;   // of those, of a lane, at most
+constexpr int kOwnQuads = spec::STEP_OWN_QUADS;     // of x, of a block, at most; a power of two
+constexpr int kMostDim = spec::STEP_MOST_DIM;       // of a head
+constexpr int kMostParts = kMostDim > 128 ? 5 : 9;  // of a head; a warp awaits one, but not its own
+constexpr int kApart = 37;                          // see Block::turn
 
 using Layer = ScaledLayer<Weight>;
 constexpr int kLayerBytes = sizeof(Layer);
@@ -176,17 +177,6 @@ __device__ __forceinline__ uint4 await_eight(const unsigned* words, int column, 
                       permute_bytes(b.x, b.y, 0x7632), permute_bytes(b.z, b.w, 0x7632));
 }
 
-__device__ __forceinline__ float2 await_floats(const uint4* from, unsigned tag) {
-    unsigned tries = 0;
-#pragma unroll 1
-    while (true) {
-        const uint4 v = load_floats(from);
-        if (v.y == tag && v.w == tag)
-            return make_float2(__uint_as_float(v.x), __uint_as_float(v.z));
-        lose_patience(tries);
-    }
-}
-
 struct Block {
     // shared memory, bytes from its first one
     static constexpr int kRing = 0;
@@ -221,7 +211,9 @@ struct Block {
     static constexpr int kDownScales = kGroupsOfX + K / 32 * 8, kDownScaleBytes = 2 * K + 32;
     static constexpr int kListEnd =
         kDownScales + (Weight::kGroupScales ? kMostGroups * kDownScaleBytes : 0);
-    static constexpr int kAttendEnd = kAttend + (2 * kMostDim + kWarps * (kMostDim + 2)) * 4;
+    // what a head is put together of: of own warps, and of parts in other blocks
+    static constexpr int kAttendSums = kWarps + kMostParts - 1;
+    static constexpr int kAttendEnd = kAttend + (2 * kMostDim + kAttendSums * (kMostDim + 2)) * 4;
     static constexpr unsigned kBytes = kAttendEnd > kListEnd ? kAttendEnd : kListEnd;
     static_assert(kBytes <= 227 * 1024, "what a block may ask for on Hopper");
     static_assert(kLayers % 16 == 0 && kAttends % 16 == 0 && kAttend % 16 == 0 &&
