@@ -41,7 +41,8 @@ template <class SIZES>
 __device__ __forceinline__ void refine_logits(const unsigned short* x, const unsigned short* head,
                                               const float* most, const float* least, int num_least,
                                               int V, int K, float* logits) {
-    extern __shared__ uint4 memory[];
+    // a product's stages begin at multiples of 128, and other shared memory lies in front of them
+    extern __shared__ __align__(128) uint4 memory[];
     __shared__ unsigned char list[few::kThreads];
     __shared__ int num_listed;
     if (dynamic_smem_bytes() < SIZES::kBytes + SIZES::x_bytes(1, K)) __trap();
