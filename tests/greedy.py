@@ -26,5 +26,5 @@ def run_all(scheduler: Scheduler, prompts: list[list[int]], how: Sampling) -> tu
         for sequence, token in events:
             ids[sequence.client].append(token.id)
             tokens.append(token)
-    assert scheduler.pool.free == scheduler.pool.capacity
+    assert scheduler.admission.pool.free == scheduler.admission.pool.capacity
     return ids, tokens

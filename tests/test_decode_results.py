@@ -213,7 +213,7 @@ def test_each_step_of_all_prompts_is_timed(count, monkeypatch):
     # first tokens come with the prompts, and rows that came first are a few steps ahead at last
     assert 16 <= len(run.step_seconds) <= 19
     assert set(run.step_seconds) == {1}
-    assert scheduler.pool.free == scheduler.pool.capacity
+    assert scheduler.admission.pool.free == scheduler.admission.pool.capacity
 
 
 def test_more_prompts_than_rows_are_refused():

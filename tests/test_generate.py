@@ -228,8 +228,7 @@ def test_a_character_that_the_limit_cuts_is_left_out(tokenizer, ended, written):
     scheduler = SimpleNamespace(
         run=lambda prompts, sampling: iter([[(None, Token(token))] for token in tokens]),
         eos_tokens={0},
-        fired=np.zeros(1),
-        generated_tokens=0,
+        reports=SimpleNamespace(fired=np.zeros(1), generated_tokens=0),
         tally=Tally((), None),
     )
     found = Generation(scheduler, tokenizer, [1], Sampling(len(tokens), 0), continued=False)

@@ -92,7 +92,7 @@ class Generation:
         self._fills = fills
         self._times: list[float] = []  # of the start, and of each token
         self._ended = False
-        self._before = scheduler.fired.copy(), scheduler.generated_tokens
+        self._before = scheduler.reports.fired.copy(), scheduler.reports.generated_tokens
         self._drafted_before = scheduler.tally.drafted.copy()
 
     def __iter__(self) -> Iterator[str]:
@@ -115,9 +115,9 @@ class Generation:
 
     @property
     def figures(self) -> Figures:
-        times, fired = self._times, self._scheduler.fired - self._before[0]
+        times, fired = self._times, self._scheduler.reports.fired - self._before[0]
         tokens = max(0, len(times) - 1)
-        generated = self._scheduler.generated_tokens - self._before[1]
+        generated = self._scheduler.reports.generated_tokens - self._before[1]
         steady, cut = times[2:], not self._ended and tokens == self._sampling.max_tokens
         return Figures(
             prompt_tokens=len(self._prompt),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import TINY
 from greedy import greedy
+from scheduled import MODES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from twellctl.decoding.batch import Batch
@@ -57,3 +58,9 @@ def reads_late(request, monkeypatch) -> None:
         self.reads_late = request.param
 
     monkeypatch.setattr(Batch, "__init__", make)
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "drafted for"])
+def both_modes(request, monkeypatch) -> None:
+    """What `scheduler_of` makes has no drafts, and has some."""
+    monkeypatch.setitem(MODES, "is_drafted", request.param)

@@ -60,7 +60,7 @@ def test_tokens_are_those_of_the_model_alone(pair, prompts, kind, drafts):
     scheduler = open_scheduler(model, draft=draft, drafts=Drafts(drafts))
     assert told(scheduler, prompts, SAMPLINGS[kind]) == known
     assert 0.1 < scheduler.tally.drafted.num_kept / scheduler.tally.drafted.num_read < 0.95
-    assert scheduler.tally.drafted.passes < scheduler.generated_tokens
+    assert scheduler.tally.drafted.passes < scheduler.reports.generated_tokens
 
 
 def test_who_is_beside_changes_nothing(pair, prompts):

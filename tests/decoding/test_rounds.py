@@ -35,8 +35,8 @@ def test_max_tokens_may_end_a_sequence_in_the_middle_of_a_round(length, budget):
     events = all_of(scheduler, [sequence])[sequence]
     assert tokens_of(events) == expected(prompt, budget)
     assert {token.densities for token in events[:-1]} == {(0.25, 0.5)}
-    assert scheduler.generated_tokens == budget
-    assert (scheduler.fired / budget).tolist() == [0.25, 0.5]
+    assert scheduler.reports.generated_tokens == budget
+    assert (scheduler.reports.fired / budget).tolist() == [0.25, 0.5]
     assert_nothing_is_held(scheduler)
 
 

@@ -44,7 +44,7 @@ def test_little_room_changes_no_token(tiny, generated, prompts):
     known = [generated(model, prompt, 70) for prompt in prompts]
     scheduler = open_scheduler(model, cache_bytes=6 * PAGE_BYTES, max_running=5)
     assert page_bytes(scheduler.decoder.shapes) == PAGE_BYTES
-    assert scheduler.pool.capacity == 5
+    assert scheduler.admission.pool.capacity == 5
     calls, run = [], scheduler.decoder.run
     scheduler.decoder.run = lambda *inputs, **how: calls.append(inputs[0]) or run(*inputs, **how)
     assert greedy(scheduler, prompts, 70) == known
@@ -80,7 +80,7 @@ def test_densities_are_counted_at_the_activation(tiny, prompts, family):
         assert torch.allclose(torch.tensor([token.densities for token in tokens]), known)
         assert 0.2 < known.mean() < 0.8
     total = sum(torch.tensor(token.densities) for _, token in found)
-    assert scheduler.fired.tolist() == pytest.approx(total.tolist())
+    assert scheduler.reports.fired.tolist() == pytest.approx(total.tolist())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 

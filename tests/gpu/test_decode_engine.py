@@ -55,7 +55,7 @@ def tokens_of(scheduler, prompts: list[list[int]], sampling: Sampling) -> list[l
     for events in scheduler.run(prompts, sampling):
         for sequence, token in events:
             found[sequence.client].append(token)
-    assert scheduler.pool.free == scheduler.pool.capacity
+    assert scheduler.admission.pool.free == scheduler.admission.pool.capacity
     return found
 
 
@@ -88,7 +88,7 @@ def test_little_room_changes_no_token(tiny, prompts):
     model = tiny()
     known = [greedy(model, prompt, 100) for prompt in prompts]
     scheduler = open_scheduler(model, cache_bytes=8 * PAGE_BYTES, max_running=8)
-    assert scheduler.pool.capacity == 7
+    assert scheduler.admission.pool.capacity == 7
     assert ids_of(scheduler, prompts, Sampling(100, 0)) == known
 
 

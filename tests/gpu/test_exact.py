@@ -135,7 +135,7 @@ def test_little_room_changes_no_token():
     size = 3 * 64 * 2 * 2 * 64 * 2  # of a page: three layers, two heads of 64
     how = {"draft": draft, "drafts": Drafts(7), "cache_bytes": 12 * size}
     scheduler = open_scheduler(model, **how)
-    assert scheduler.pool.capacity == 11
+    assert scheduler.admission.pool.capacity == 11
     assert run_all(scheduler, prompts, Sampling(150, 0))[0] == known
 
 

@@ -20,13 +20,13 @@ from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.batch import Batch
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.engine import EngineError, OutOfMemory, Sampling
+from twellctl.decoding.failures import NO_NUMBERS, failure_of
 from twellctl.decoding.opening import eos_tokens, num_pages
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import PagePool, pages_for
 from twellctl.decoding.rounds import Drafter, Drafts, Round, chosen_in, records_of
 from twellctl.decoding.sampler import Field, Variant
-from twellctl.decoding.scheduler import NO_NUMBERS, check_fits, failure_of, variant_of_all
-from twellctl.decoding.sequence import Sequence
+from twellctl.decoding.sequence import Sequence, check_fits, variant_of_all
 from twellctl.decoding.torch_decoder import TorchDecoder, padded, why_not_consecutive
 from twellctl.errors import TwellError
 

@@ -17,8 +17,10 @@ from twellctl.decoding.engine import (
     Sampling,
     Token,
 )
-from twellctl.decoding.scheduler import Event, Scheduler, check_fits, failure_of
-from twellctl.decoding.sequence import Sequence
+from twellctl.decoding.failures import failure_of
+from twellctl.decoding.reports import Event
+from twellctl.decoding.scheduler import Scheduler
+from twellctl.decoding.sequence import Sequence, check_fits
 
 logger = logging.getLogger(__name__)
 
@@ -68,17 +70,17 @@ class DecodeEngine:
                 self._worker.cancel(self._scheduler, sequence)
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
-        pool, generated = scheduler.pool, scheduler.generated_tokens
+        scheduler, reports = self._scheduler, self._scheduler.reports
+        pool, generated = scheduler.admission.pool, reports.generated_tokens
         return EngineStats(
-            running=scheduler.num_running,
-            waiting=len(scheduler.waiting) + len(self._arrived),
+            running=scheduler.admission.num_running,
+            waiting=len(scheduler.admission.waiting) + len(self._arrived),
             capacity=scheduler.max_running,
             prompt_tokens=scheduler.prompt_tokens,
             generated_tokens=generated,
             cache_used=1 - pool.free / pool.capacity,
-            densities=tuple((scheduler.fired / generated).tolist()) if generated else (),
-            failed=scheduler.failed,
+            densities=tuple((reports.fired / generated).tolist()) if generated else (),
+            failed=reports.failed,
             drafted=scheduler.tally.drafted.copy(),
         )
 
@@ -89,8 +91,8 @@ class DecodeEngine:
         check_fits(sequence, self.context)
         with self._worker.awake():
             scheduler = self._scheduler
-            here = scheduler.num_running + len(scheduler.waiting) + len(self._arrived)
-            if here >= self.max_held:
+            queued = len(scheduler.admission.waiting) + len(self._arrived)
+            if scheduler.admission.num_running + queued >= self.max_held:
                 raise QueueFull(f"{self._max_waiting} generations wait already: try again later")
             self._arrived.append(sequence)
 

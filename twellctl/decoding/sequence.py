@@ -1,6 +1,8 @@
 """One prompt that is being continued, as the host knows it."""
 
+import functools
 import itertools
+import operator
 import random
 from collections import defaultdict
 from collections.abc import Sequence as Tokens
@@ -9,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from twellctl.bundle.twell_spec import PAGE
-from twellctl.decoding.engine import Sampling
+from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.decoding.lookup import Repeats
 from twellctl.decoding.pace import Agreement
 from twellctl.decoding.rounds import NO_TOKEN
-from twellctl.decoding.sampler import Field, fields_of, variant_of
+from twellctl.decoding.sampler import Field, Variant, fields_of, variant_of
 from twellctl.decoding.weighing import Penalised
 
 _numbers = itertools.count()
@@ -103,3 +105,20 @@ class Sequence:
         fields[Field.TOKEN], fields[Field.POSITION] = self.tokens[-1], len(self.tokens) - 1
         fields[Field.LIMIT] = self.most_tokens - 2  # where the last input that is wanted stands
         return fields
+
+
+def variant_of_all(sequences: Tokens[Sequence]) -> Variant:
+    """What must be computed for some of them."""
+    return functools.reduce(operator.or_, (s.variant for s in sequences), Variant())
+
+
+def check_fits(sequence: Sequence, context: int) -> None:
+    """`EngineError` if a sequence is empty or can become longer than there is ever room for."""
+    if not sequence.num_prompt or sequence.sampling.max_tokens < 1:
+        raise EngineError("a generation needs at least one token before it and one to make")
+    if sequence.most_tokens > context:
+        prompt, budget = sequence.num_prompt, sequence.sampling.max_tokens
+        raise EngineError(
+            f"a prompt of {prompt} tokens and max_tokens {budget} need room for {prompt + budget} "
+            f"tokens, there is room for {context}: shorten the prompt or lower max_tokens"
+        )
