@@ -41,15 +41,23 @@ def test_it_chats_and_streams_and_shows_what_fired(open_page, tokenizer):
         page["open"].click()
         assert not page["key"].is_displayed()  # none is asked for
         page.say("Why does it pay?")
-        texts, bars = [], []
+        texts, bars, paces = [], [], []
         while not page.all(".caption"):
             texts.append(page.answer())
             bars.append(page.bars())
+            paces += page.run(
+                "return [...document.querySelectorAll('.pace')].map(p => p.innerText)"
+            )
             time.sleep(0.05)
         figures = page.done()
         assert page.answer() == TEXT
         assert all(TEXT.startswith(text) for text in texts)
         assert len({text for text in texts if 0 < len(text) < len(TEXT)}) > 3
+        told = [re.fullmatch(r"(\d+) tokens · (\d+\.\d) tokens/s", pace) for pace in paces]
+        rates = [(int(one[1]), float(one[2])) for one in told if one]
+        assert len(set(rates)) > 3
+        assert rates == sorted(rates, key=lambda rate: rate[0])
+        assert page.all(".pace") == []
         seen = {tuple(heights) for heights in bars if heights}
         assert len(seen) > 3
         assert {len(heights) for heights in seen} == {5}

@@ -16,16 +16,16 @@ class Uneven(Scripted):
         return (0.9, 0.005, 0.03)
 
 
-def test_three_per_cent_are_visible_next_to_a_layer_that_is_nearly_full(open_page, tokenizer):
+def test_a_bar_is_as_high_as_its_share_and_little_is_seen(open_page, tokenizer):
     with open_page(Uneven([*tokenizer.encode("Yes, they are."), 0])) as page:
         page.ask("Are they seen?")
         full, little, some = page.until(page.bars)
         height = page["bars"].size["height"]
-        assert 0.4 * height < some < 0.6 * height
-        assert 0.15 * height < little < some < full < height
+        assert full == pytest.approx(0.9 * height, abs=1)
+        assert some == pytest.approx(0.03 * height, abs=1)
+        assert 1 <= little < some
         labels = [label.text for label in page.all(".axis:first-child span")]
-        assert labels == ["100 %", "10 %", "1 %", "0.1 %"]
-        assert "logarithmic" in page["key-to"].text
+        assert labels == ["100 %", "75 %", "50 %", "25 %", "0 %"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

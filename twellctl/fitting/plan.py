@@ -23,12 +23,13 @@ from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, gpu_memory, stored_dtypes
 from twellctl.settings import chosen
 
-# over the time of products: on an H200 (7 layers of 1.5B, a million tokens), on two cores (29M)
-OVERHEAD = {"cuda": 2.2, "cpu": 1.5}
+# over the time of products: on an H200 (7 layers of 1.5B, a million tokens), on two cores that had
+# other work (29M: 1.9, 0.5B: 1.0; least squares alone on 40,000 and 23,552 tokens)
+OVERHEAD = {"cuda": 2.2, "cpu": 1.35}
 DOUBLE = {"cuda": 8, "cpu": 2}  # how much longer products in float64 take
 LOGITS = 5  # tensors of their size that are held at the end
-PROBE = {"cuda": 8192, "cpu": 1024}  # rows and columns of the products that are timed
-TIMED = {"cuda": 3, "cpu": 15}  # so often; a CPU has other work, too
+PROBE = {"cuda": 8192, "cpu": 2048}  # rows and columns of the products that are timed
+TIMED = {"cuda": 3, "cpu": 5}  # so often
 TRIED = 1.1  # of the memory that is free, what a fit may be thought to take: the count is not exact
 
 

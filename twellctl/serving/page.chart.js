@@ -10,13 +10,13 @@ function element(tag, className, text = "") {
 
 // ---- what fired: the bars of one token, and a strip of the last ones ----
 
-const DECADES = 3;          // of the axis: 0.1 % to 100 %, the same for all tokens and models
+const DECADES = 3;          // of the strip's colours: 0.1 % to 100 %, the same for all models
 let shown = null;           // the answer whose densities are seen
 let picked = null;          // which of its tokens; null: the newest
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 const meanOf = (answer) => mean(answer.sums) / answer.tokens.length;
-const onAxis = (share) => Math.min(1, Math.max(0, 1 + Math.log10(share) / DECADES));
+const heat = (share) => Math.min(1, Math.max(0, 1 + Math.log10(share) / DECADES));
 
 function percent(share) {
   const value = 100 * share;
@@ -51,8 +51,8 @@ function drawBars() {
   shares.forEach((share, layer) => {
     const [bar, tick] = bars.children[layer].children;
     const average = shown.sums[layer] / shown.tokens.length;
-    bar.style.height = `${100 * onAxis(share)}%`;
-    tick.style.bottom = `${100 * onAxis(average)}%`;
+    bar.style.height = `${100 * share}%`;
+    tick.style.bottom = `${100 * average}%`;
     bars.children[layer].title = `layer ${layer}: ${percent(share)}, mean ${percent(average)}`;
   });
   if (picked !== null) {
@@ -96,7 +96,7 @@ function drawStrip() {
     const { shares } = shown.tokens[newest - row];
     const wide = width / shares.length;
     shares.forEach((share, layer) => {
-      const colour = from.map((value, i) => value + (to[i] - value) * onAxis(share));
+      const colour = from.map((value, i) => value + (to[i] - value) * heat(share));
       paint.fillStyle = `rgb(${colour.map(Math.round).join(" ")})`;
       paint.fillRect(layer * wide, row * each, wide - (wide > 6 ? 1 : 0), each);
     });

@@ -13,7 +13,10 @@ function draw() {  // once a frame at most
 
 function drawNow() {
   drawn = true;
-  if (controller && turns.length) follow(() => show(turns.at(-1).answer));
+  if (controller && turns.length) follow(() => {
+    show(turns.at(-1).answer);
+    showPace(turns.at(-1).answer);
+  });
   drawChart();
 }
 
@@ -128,7 +131,9 @@ function addTurn(text) {
   const question = addMessage("user plain", chat ? "You" : "Text", text).box;
   const answer = {
     ...addMessage(`assistant ${chat ? "" : "plain"}`, chat ? model.id : "The model goes on"),
-    text: "", pieces: [], tokens: [], sums: [], times: [], usage: null, reason: null, caption: null };
+    text: "", pieces: [], tokens: [], sums: [], counts: [], times: [], pace: element("p", "pace"),
+    usage: null, reason: null, caption: null };
+  answer.box.append(answer.pace);
   answer.box.answer = answer;
   turns.push({ text, question, answer });
   return turns.at(-1);
@@ -180,6 +185,7 @@ function add(answer, text, { densities = [], drafters = [] } = {}) {
   answer.text += text;
   answer.pieces.push(piece);
   answer.times.push(performance.now());
+  answer.counts.push((answer.counts.at(-1) ?? 0) + (drafters.length || 1));
   for (const shares of densities) {
     answer.tokens.push({ shares, piece });
     shares.forEach((share, layer) => { answer.sums[layer] = (answer.sums[layer] ?? 0) + share; });
@@ -260,6 +266,7 @@ function end(answer, caption) {
   follow(() => {
     show(answer);
     answer.box.classList.remove("writing");
+    answer.pace.remove();
     answer.caption = caption;
     answer.box.append(element("p", "caption", caption));
   });
@@ -276,11 +283,20 @@ function clear() {
   draw();
 }
 
+function paceOf({ times, counts }, count) {  // how many tokens, and how fast they came
+  const [first, last] = [times[0], times.at(-1)];
+  const pace = [`${count} ${count === 1 ? "token" : "tokens"}`];
+  const rate = 1000 * (count - counts[0]) / (last - first);
+  if (last > first) pace.push(`${rate.toFixed(1)} tokens/s`);
+  return pace;
+}
+
+function showPace(answer) {
+  if (answer.counts.length) answer.pace.textContent = paceOf(answer, answer.counts.at(-1)).join(" · ");
+}
+
 function summary(answer) {
-  const [first, last] = [answer.times[0], answer.times.at(-1)];
-  const count = answer.usage?.completion_tokens ?? answer.tokens.length;
-  const caption = [`${count} ${count === 1 ? "token" : "tokens"}`];
-  if (last > first) caption.push(`${(1000 * (count - 1) / (last - first)).toFixed(1)} tokens/s`);
+  const caption = paceOf(answer, answer.usage?.completion_tokens ?? answer.tokens.length);
   if (answer.tokens.length) caption.push(`${percent(meanOf(answer))} of the neurons fired`);
   const drafted = draftedBy(answer);
   if (drafted) caption.push(drafted);

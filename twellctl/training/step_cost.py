@@ -11,7 +11,7 @@ from twellctl.training.recipe import Recipe
 from twellctl.training.teacher import choose_teacher
 
 # over the time of products: steps of 2048 to 16384 tokens of 29M, and of 256 of 0.5B, two cores
-OVERHEAD = 1.3
+OVERHEAD = 1.5
 ITERATIONS = 5  # of Newton and Schulz, for a matrix that Muon steps
 
 
