@@ -36,6 +36,11 @@ class Page:
     def answer(self) -> str:
         return self.run("return [...document.querySelectorAll('.text')].at(-1).textContent")
 
+    def texts(self, selector: str) -> list[str]:
+        """Of elements that may be gone at once."""
+        script = "return [...document.querySelectorAll(arguments[0])].map(e => e.innerText)"
+        return self.run(script, selector)
+
     def done(self) -> str:
         """The line under the last answer, once it is there."""
         return self.until(lambda: self.all(".message:last-child .caption"))[0].text

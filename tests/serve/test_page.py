@@ -45,9 +45,7 @@ def test_it_chats_and_streams_and_shows_what_fired(open_page, tokenizer):
         while not page.all(".caption"):
             texts.append(page.answer())
             bars.append(page.bars())
-            paces += page.run(
-                "return [...document.querySelectorAll('.pace')].map(p => p.innerText)"
-            )
+            paces += page.texts(".pace")
             time.sleep(0.05)
         figures = page.done()
         assert page.answer() == TEXT

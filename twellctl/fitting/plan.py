@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ OVERHEAD = {"cuda": 2.2, "cpu": 1.35}
 DOUBLE = {"cuda": 8, "cpu": 2}  # how much longer products in float64 take
 LOGITS = 5  # tensors of their size that are held at the end
 PROBE = {"cuda": 8192, "cpu": 2048}  # rows and columns of the products that are timed
-TIMED = {"cuda": 3, "cpu": 5}  # so often
+TIMED = 3  # so often
 TRIED = 1.1  # of the memory that is free, what a fit may be thought to take: the count is not exact
 
 
@@ -210,27 +211,27 @@ def _rounding(shape: Shape, fit: Fit) -> Rounding:
 
 def measured(device: torch.device, rounds: bool) -> Rates:
     """Those of `device`, by a moment of work; with rounding if a fit `rounds`."""
-    rates = Rates(_rate(device, torch.bfloat16), _rate(device, torch.float32))
+    size, half = PROBE[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
+    rates = Rates(_rate(device, half, size), _rate(device, torch.float32, size))
     if not rounds:
         return rates
     rounding = RoundingRates.measured(device, lambda run: _seconds(run, device.type == "cuda"))
     return replace(rates, rounding=rounding)
 
 
-def _rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large product; float32 as TF32 where there is such."""
-    on_gpu = device.type == "cuda"
-    size = PROBE[device.type]
-    a = torch.randn(size, size, device=device, dtype=dtype if on_gpu else torch.float32)
+@cache
+def _rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Operations a second of a product of that size; float32 as TF32 where there is such."""
+    a = torch.randn(size, size, device=device, dtype=dtype)
     with tf32():
-        return 2 * size**3 / _seconds(lambda: a @ a, on_gpu)
+        return 2 * size**3 / _seconds(lambda: a @ a, device.type == "cuda")
 
 
 def _seconds(run: Callable[[], Tensor], on_gpu: bool) -> float:
     """The median time of a call, after one that is not counted."""
     run()
     found = []
-    for _ in range(TIMED["cuda" if on_gpu else "cpu"]):
+    for _ in range(TIMED):
         if on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
