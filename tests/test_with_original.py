@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from edits import json_in, weights_in
+from edits import json_in, jsonl, weights_in
 from fits import QUICK
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -15,6 +15,7 @@ from twellctl.decoding.pace import Pace
 from twellctl.decoding.rounds import Drafts
 from twellctl.doctor import doctor
 from twellctl.errors import TwellError, UsageError
+from twellctl.evaluate import evaluate
 from twellctl.export import export
 from twellctl.generate import load
 from twellctl.models import shard_writer
@@ -133,6 +134,13 @@ def test_the_command_the_card_and_the_doctor_say_so(success, fits, silu_llama, t
     with json_in(out / ORIGINAL / "config.json") as config:
         config["rms_norm_eps"] = 0.5
     assert [one.state for one in doctor(out).folder if one.name == "original"] == ["bad"]
+
+
+def test_eval_compares_with_the_original_in_the_folder(exports, tmp_path):
+    prompts = jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"What is {i}?"} for i in range(2)])
+    done = evaluate(exports["plain"], prompts=prompts)
+    assert done.reference == str(exports["plain"] / ORIGINAL)
+    assert done.acceptance == done.answers.same_top
 
 
 def test_an_export_again_takes_the_original_along(exports, silu_llama, tmp_path):

@@ -34,7 +34,7 @@ from twellctl.firing.grouping import GroupedWindows, grouped_windows
 from twellctl.models.bytes_read import bytes_read
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, fingerprint
-from twellctl.models.originals import find_original
+from twellctl.models.originals import find_original, source_of
 from twellctl.settings import chosen
 from twellctl.text.files import kind_and_path
 from twellctl.text.reading import read_prompts, read_texts
@@ -61,9 +61,10 @@ def evaluate(
 
     `settings` are the fields of `Evaluating`; those for text work as in `profile`. `reference` is a
     model with the same tokenizer to compare with, such as the one it was made from. For tasks that
-    the model answers in its own words, it defaults to the source named in config.json. `tasks` are
-    files of questions (`twellctl.evaluation.questions`) or folders of them; the first `limit`
-    questions of each are asked. Code written for tests is run only with `run_code`.
+    the model answers in its own words, it defaults to what the model was made from, if its folder
+    holds that or its config.json names it. `tasks` are files of questions
+    (`twellctl.evaluation.questions`) or folders of them; the first `limit` questions of each are
+    asked. Code written for tests is run only with `run_code`.
 
     Both models answer `limit` of the prompts in `prompts` (by default `COMPARED_ANSWERS`), else the
     tasks, else the beginnings of the windows. Computes in bf16 on CUDA and in float32 on the CPU.
@@ -195,8 +196,8 @@ def _check_code(tasks: Sequence[Task[AnyQuestion]], run_code: bool, note: Doing)
 def _source(
     checkpoint: Checkpoint, template_kwargs: dict[str, Any] | None, note: Doing
 ) -> Opened | None:
-    """The model that `checkpoint` was made from, if config.json names it and it can be opened."""
-    source = None if checkpoint.is_gated_source else checkpoint.twell.get("source")
+    """The model that `checkpoint` was made from, if it is known and can be opened."""
+    source = None if checkpoint.is_gated_source else source_of(checkpoint)
     if source is None:
         if not checkpoint.is_gated_source:
             note("no --reference, and config.json names no source: what was lost is not known")

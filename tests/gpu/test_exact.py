@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from twellctl.decoding import batch
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
-from twellctl.decoding.opening import open_scheduler
+from twellctl.decoding.opening import open_scheduler, open_schedulers
 from twellctl.decoding.rounds import Drafts
+from twellctl.decoding.sequence import Sequence
 from twellctl.decoding.torch_decoder import padded
 from twellctl.models.originals import share_equal
 
@@ -126,6 +127,30 @@ def test_tokens_are_those_of_the_model_alone(model, kind):
             drafts in (None, Drafts(7, LOOKUP))
             or 0.02 < scheduler.tally.drafted.num_kept / scheduler.tally.drafted.num_read < 1
         )
+
+
+def test_rounds_of_a_model_and_of_its_draft_alone_do_not_disturb_each_other():
+    """In turns, over one cache, with one decoder of the draft."""
+    model = make("qwen2")
+    prompts, sampling = prompts_of(5, 70, 130), Sampling(60, 0)
+    how = {"draft": like_a_fit(model), "drafts": Drafts(3), "cache_bytes": 1 << 28}
+    exact, alone = open_schedulers(model, draft_alone=True, **how)
+    known = [run_all(alone, [prompt], sampling)[0][0] for prompt in prompts]
+    answers = run_all(open_scheduler(model, stable=True), prompts, sampling)[0]
+    assert answers != known
+    for _ in range(3):
+        for prompt, tokens in zip(prompts, known, strict=True):
+            sequences = [Sequence(other, sampling) for other in prompts]
+            for sequence in sequences:
+                exact.add(sequence)
+            alone.add(own := Sequence(prompt, sampling))
+            while exact.busy or alone.busy:
+                exact.advance()
+                alone.advance()
+            assert own.tokens[own.num_prompt :] == tokens
+            assert [each.tokens[each.num_prompt :] for each in sequences] == answers
+    assert alone.admission.pool is exact.admission.pool
+    assert alone.admission.pool.free == alone.admission.pool.capacity
 
 
 def test_little_room_changes_no_token():

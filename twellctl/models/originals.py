@@ -53,8 +53,7 @@ def find_original(
             raise UsageError(f"original {original} is for exact answers: add {flag}")
         return None
     _refuse_no_fit(fit)
-    within = fit.path / ORIGINAL
-    source = original or (within if within.is_dir() else fit.twell.get("source"))
+    source = original or source_of(fit)
     if source is None:
         raise TwellError(
             f"{fit.name} does not say from which model it was made: name that with --original MODEL"
@@ -63,6 +62,12 @@ def find_original(
     found.require_unquantised()
     _refuse_other(fit, found)
     return found
+
+
+def source_of(model: Checkpoint) -> str | Path | None:
+    """What `model` was made from: the original in its folder, or what its config.json names."""
+    within = model.path / ORIGINAL
+    return within if within.is_dir() else model.twell.get("source")
 
 
 def _refuse_no_fit(fit: Checkpoint) -> None:
