@@ -143,6 +143,23 @@ def test_eval_compares_with_the_original_in_the_folder(exports, tmp_path):
     assert done.acceptance == done.answers.same_top
 
 
+def test_a_snapshot_in_the_cache_of_the_hub(exports, silu_llama, tmp_path):
+    """Its files are links to blobs."""
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/c", tmp_path / "models--a--b/blobs"
+    blobs.mkdir(parents=True)
+    for number, file in enumerate(sorted(exports["plain"].rglob("*"))):
+        if file.is_file():
+            shutil.copyfile(file, blobs / str(number))
+            link = snapshot / file.relative_to(exports["plain"])
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(blobs / str(number))
+    known = load(silu_llama, stable=True).generate(PROMPT, max_tokens=9).text()
+    assert load(snapshot, exact=True).generate(PROMPT, max_tokens=9).text() == known
+    export(snapshot, tmp_path / "out", with_original=True)
+    original = open_checkpoint(tmp_path / "out" / ORIGINAL)
+    assert fingerprint(original) == fingerprint(open_checkpoint(silu_llama))
+
+
 def test_an_export_again_takes_the_original_along(exports, silu_llama, tmp_path):
     out = tmp_path / "again"
     export(exports["plain"], out, with_original=True)
@@ -196,6 +213,12 @@ def test_files_of_the_folder_above_are_for_an_original_alone(exports, tmp_path):
     with pytest.raises(TwellError, match=r"names \.\./\.\./model.*, outside the folder"):
         open_checkpoint(folder / ORIGINAL)
     assert not (folder / ORIGINAL / SINGLE).exists()
+
+
+def test_an_original_can_be_fitted_from_there(exports, text_file, tmp_path):
+    convert(exports["plain"] / ORIGINAL, tmp_path / "fit", data=[str(text_file)], **QUICK)
+    again = open_checkpoint(tmp_path / "fit")
+    assert fingerprint(again) == fingerprint(open_checkpoint(exports["plain"]))
 
 
 def test_an_original_is_not_converted_from_there(exports, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 from twellctl.errors import TwellError
 from twellctl.files.strict_json import json_text
 from twellctl.models.checkpoint import FIT_FILE, REPORT_FILE, Checkpoint
-from twellctl.models.shards import ABOVE, INDEX, SINGLE
+from twellctl.models.shards import ABOVE, INDEX, ORIGINAL, SINGLE
 
 METRICS_FILE = "metrics.jsonl"  # in a run folder, and in what it becomes
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")  # or in tokenizer_config.json
@@ -86,8 +86,9 @@ def own_file(path: Path, folder: Path | None = None) -> Path:
     """
     real, inside = path.resolve(), (folder or path.parent).resolve()
     roots = [inside]
-    if inside.parent.name == "snapshots":
-        repository = inside.parent.parent
+    snapshot = inside.parent if inside.name == ORIGINAL else inside
+    if snapshot.parent.name == "snapshots":
+        repository = snapshot.parent.parent
         roots += [repository / "blobs", repository.parent / "blobs"]
     if not any(root in real.parents for root in roots):
         raise TwellError(
