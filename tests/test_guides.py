@@ -165,6 +165,7 @@ def stand_ins(monkeypatch, count_less):
 
     done = quickstart.QuickStarted(Path("demo"), Path("demo/export"), 1.0, 1.0, 1.0, 0.2, 0.1, "")
     monkeypatch.setattr(quickstart, "quickstart", lambda *_, **__: done)
+    monkeypatch.setattr("twellctl.cli.make.write_report", lambda folder: folder / "report.html")
     monkeypatch.setattr(serve_local, "serve_local", end)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\n")))
     for name in ("write", "convert", "finetune"):
