@@ -200,11 +200,11 @@ def test_out_of_memory_in_a_prompt_fails_that_one(tiny, prompts):
     [engine] = open_engines(model)
     run = engine._scheduler.decoder.run
 
-    def hungry(tokens, positions, tables, last=1):
+    def hungry(tokens, positions, tables, last=1, **how):
         is_prompt = positions.shape[1] > 1  # steps may be captured, which nothing is read in
         if is_prompt and ((positions >= 0).sum(1) == 70).any():
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-        return run(tokens, positions, tables, last)
+        return run(tokens, positions, tables, last, **how)
 
     engine._scheduler.decoder.run = hungry
 
