@@ -14,6 +14,7 @@ from twellctl.fitting import plan as plans
 from twellctl.fitting.plan import Shape, plan
 from twellctl.fitting.settings import Fit
 from twellctl.fitting.walk import HeldOut
+from twellctl.models.checkpoint import FIT_FILE
 
 pytestmark = pytest.mark.usefixtures("no_answers")
 
@@ -42,6 +43,19 @@ def test_what_is_refused(make_model, text_file, tmp_path):
     convert(make_model("llama"), tmp_path / "relu")
     with pytest.raises(TwellError, match="already ReLU"):
         convert(tmp_path / "relu", out, data=[str(text_file)])
+
+
+def test_a_quick_fit_takes_the_least_text_and_no_steps(make_model, text_file, tmp_path):
+    """Of 128 unknowns an output; what one token less would be is refused."""
+    source, how = make_model("llama"), {"seq_len": 32, "eval_windows": 8}
+    planned = plan(source, quick=True, tokens=2_000_000, seq_len=32)
+    assert (planned.tokens, planned.seconds > 0) == (512, True)
+    done = convert(source, tmp_path / "out", data=[str(text_file)], quick=True, **how)
+    assert done.fitted.tokens == 512
+    settings = json.loads((tmp_path / "out" / FIT_FILE).read_text())["settings"]
+    assert (settings["steps"], settings["tokens"], settings["quick"]) == (0, 512, True)
+    longer = plan(source, quick=True, seq_len=100)
+    assert longer.tokens == 600
 
 
 def test_a_fit_that_held_out_text_says_is_broken_is_an_error(

@@ -20,7 +20,7 @@ from twellctl.files.home import from_home
 from twellctl.files.outputs import claimed
 from twellctl.files.strict_json import json_text, read_json
 from twellctl.fitting.chart import chart_of
-from twellctl.fitting.settings import Fit, Progress
+from twellctl.fitting.settings import Fit, Progress, quickened
 from twellctl.fitting.source import group_size_for, open_source
 from twellctl.models.bytes_read import bytes_read
 from twellctl.models.card import write_card
@@ -123,6 +123,7 @@ def _fitted(
         claiming = claimed(out, overwrite=overwrite, inputs=inputs, run=run)
         claim = in_the_first(world, lambda: held.enter_context(claiming))
         checkpoint = in_all(lambda: open_source(model, revision, fit))
+        fit = quickened(fit, checkpoint.ffn)
         in_all(lambda: require_room(checkpoint, fit, world.num_processes))
         doing("reading and tokenising the text")
         goes_on = in_the_first(world, lambda: prepare_fit(run, checkpoint, fit, overwrite))

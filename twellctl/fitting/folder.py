@@ -16,7 +16,7 @@ from torch import Tensor
 from twellctl.errors import TwellError
 from twellctl.files.made_of import RECORD, Record, digest_of
 from twellctl.files.outputs import staged
-from twellctl.fitting.settings import Fit, windows_held_out
+from twellctl.fitting.settings import Fit, least_tokens, windows_held_out
 from twellctl.fitting.source import layer_file, num_kept
 from twellctl.models.carried import model_files
 from twellctl.models.checkpoint import Checkpoint
@@ -36,7 +36,6 @@ TOKENS_FILE, HELD_OUT_FILE = "tokens.bin", "held-out.bin"
 LONGEST_TEXT = 4  # windows in a row of one text, for others to come in
 SPARE = 16  # 1 of so many tokens more is read than is fitted on, for windows lose some
 LEAST_DIFFERENT = 64  # tokens that a text must have
-TOKENS_A_WEIGHT = 4  # the least number of tokens for each of the N + K unknowns of an output
 
 
 def prepare_fit(run: Path, checkpoint: Checkpoint, fit: Fit, overwrite: bool) -> bool:
@@ -96,11 +95,12 @@ def _not_ours(run: Path) -> str | None:
 
 def _check_enough(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
     fitted, _ = windows_of(run, fit)
-    unknowns = checkpoint.ffn.intermediate_size + checkpoint.ffn.hidden_size
-    if fitted.numel() < TOKENS_A_WEIGHT * unknowns:
+    ffn = checkpoint.ffn
+    least = least_tokens(ffn.hidden_size, ffn.intermediate_size)
+    if fitted.numel() < least:
         raise TwellError(
-            f"{fitted.numel()} tokens are too few to fit {unknowns} weights an output on: give "
-            f"{TOKENS_A_WEIGHT * unknowns} or more with --data and --tokens"
+            f"{fitted.numel()} tokens are too few to fit {ffn.intermediate_size + ffn.hidden_size} "
+            f"weights an output on: give {least} or more with --data and --tokens"
         )
     different = len(fitted.unique())
     if different < LEAST_DIFFERENT:

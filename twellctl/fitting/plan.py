@@ -13,19 +13,24 @@ import torch
 from torch import Tensor
 
 from twellctl.errors import TwellError
-from twellctl.fitting.folder import TOKENS_A_WEIGHT
 from twellctl.fitting.layer import stride_before_steps
 from twellctl.fitting.least_squares import COMPUTED, tf32
 from twellctl.fitting.rounding_plan import Rounding, RoundingRates
-from twellctl.fitting.settings import Fit, rank_of_map, windows_held_out
+from twellctl.fitting.settings import (
+    Fit,
+    least_tokens,
+    quickened,
+    rank_of_map,
+    windows_held_out,
+)
 from twellctl.fitting.source import open_source
 from twellctl.fitting.walk import LOGIT_TOKENS
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, gpu_memory, stored_dtypes
 from twellctl.settings import chosen
 
-# over the time of products: on an H200 (7 layers of 1.5B, a million tokens), on two cores that had
-# other work (29M: 1.9, 0.5B: 1.0; least squares alone on 40,000 and 23,552 tokens)
+# over the time of products: on an H200 (7 layers of 1.5B, a million tokens), on two cores (0.5B and
+# 29M, least squares alone on 23,552 and 40,000 tokens)
 OVERHEAD = {"cuda": 2.2, "cpu": 1.35}
 DOUBLE = {"cuda": 8, "cpu": 2}  # how much longer products in float64 take
 LOGITS = 5  # tensors of their size that are held at the end
@@ -85,7 +90,8 @@ def plan(model: str | Path, *, revision: str | None = None, **settings: Any) -> 
     No text is read: a fit takes `tokens` of it.
     """
     fit = chosen(Fit, settings)
-    return plan_of(open_source(model, revision, fit), fit)
+    checkpoint = open_source(model, revision, fit)
+    return plan_of(checkpoint, quickened(fit, checkpoint.ffn))
 
 
 def plan_of(checkpoint: Checkpoint, fit: Fit) -> Plan:
@@ -128,7 +134,7 @@ def no_room(shape: Shape, fit: Fit, processes: int = 1) -> str | None:
     a_token = _token_bytes(shape, True)
     over = math.ceil((needed - free) * processes / a_token)
     most = (fit.tokens - over) // 10_000 * 10_000
-    does = most >= TOKENS_A_WEIGHT * (shape.hidden_size + shape.intermediate_size)
+    does = most >= least_tokens(shape.hidden_size, shape.intermediate_size)
     return words + (f"give --tokens {most}, or more GPUs" if does else "take a larger one")
 
 
