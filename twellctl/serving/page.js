@@ -1,6 +1,6 @@
 // ---- what all of it uses ----
 
-const turns = [];           // of the conversation: {text, answer, question: its element}
+const turns = [];           // {text, question: its element, answer, beside: another's, or null}
 let models = [];            // {id, max_model_len, twell: {chat, drafters}}
 let model = null;           // the one of them that answers
 let controller = null;      // of the answer that is being written
@@ -14,8 +14,12 @@ function draw() {  // once a frame at most
 function drawNow() {
   drawn = true;
   if (controller && turns.length) follow(() => {
-    show(turns.at(-1).answer);
-    showPace(turns.at(-1).answer);
+    const { answer, beside } = turns.at(-1);
+    for (const one of [answer, beside]) {
+      if (!one || one.caption) continue;
+      show(one);
+      showPace(one);
+    }
   });
   drawChart();
 }
@@ -68,7 +72,9 @@ async function connect() {
   }
   fail(null);
   at("name").replaceChildren(...models.map(({ id }) => element("option", "", id)));
-  at("name-field").hidden = models.length < 2;
+  at("beside").replaceChildren(element("option", "", "nobody"),
+    ...models.map(({ id }) => element("option", "", id)));
+  at("name-field").hidden = at("beside-field").hidden = models.length < 2;
   use(models[0]);
   const { chat } = model.twell;
   at("max-tokens").value = Math.min(512, model.max_model_len >> 1);
@@ -88,6 +94,11 @@ function use(one) {
   at("marks-field").hidden = !models.some(({ twell }) => twell.drafters.length);
 }
 
+function other() {  // who answers beside the model, if anybody
+  const one = models[at("beside").selectedIndex - 1];
+  return one && one !== model ? one : null;
+}
+
 function fail(error) {
   at("error").hidden = !error;
   at("error").textContent = error ? error.message : "";
@@ -101,10 +112,10 @@ function fail(error) {
 
 // ---- the conversation ----
 
-function request() {  // of the last turn, whose answer is still empty
+function request(by) {  // of the last turn, whose answer does not count yet
   const number = (id) => Number.isNaN(at(id).valueAsNumber) ? null : at(id).valueAsNumber;
   const common = {
-    model: model.id, stream: true, stream_options: { include_usage: true }, twell_densities: true,
+    model: by.id, stream: true, stream_options: { include_usage: true }, twell_densities: true,
     twell_drafters: true,
     temperature: number("temperature"), top_p: number("top-p"), seed: number("seed"),
     max_tokens: number("max-tokens"),
@@ -117,47 +128,55 @@ function request() {  // of the last turn, whose answer is still empty
   return ["/v1/chat/completions", { ...common, messages }];
 }
 
-function addMessage(who, label, text = "") {
+function addMessage(place, who, label, text = "") {
   const box = element("article", `message ${who}`);
   const body = element("div", "text", text);
   box.append(element("h2", "", label), body);
-  at("log").append(box);
+  place.append(box);
   return { box, body };
 }
 
-function addTurn(text) {
-  const { chat } = model.twell;
+function addTurn(text, by) {  // `by`: who answers, too, or null
+  const { chat } = model.twell, log = at("log");
   at("empty").hidden = true;
-  const question = addMessage("user plain", chat ? "You" : "Text", text).box;
+  const question = addMessage(log, "user plain", chat ? "You" : "Text", text).box;
+  const pair = by && element("div", "pair");
+  if (pair) log.append(pair);
+  const answer = addAnswer(pair ?? log, model, chat || pair);
+  const beside = pair && addAnswer(pair, by, true);
+  turns.push({ text, question, answer, beside });
+  return turns.at(-1);
+}
+
+function addAnswer(place, by, named) {
   const answer = {
-    ...addMessage(`assistant ${chat ? "" : "plain"}`, chat ? model.id : "The model goes on"),
-    text: "", pieces: [], tokens: [], sums: [], counts: [], times: [], pace: element("p", "pace"),
+    ...addMessage(place, `assistant ${by.twell.chat ? "" : "plain"}`, named ? by.id : "The model goes on"),
+    by, text: "", pieces: [], tokens: [], sums: [], counts: [], times: [], pace: element("p", "pace"),
     usage: null, reason: null, caption: null };
   answer.box.append(answer.pace);
   answer.box.answer = answer;
-  turns.push({ text, question, answer });
-  return turns.at(-1);
+  return answer;
 }
 
 async function say(text) {
   fail(null);
   if (!model) await connect();
   if (!model) return;
-  const turn = addTurn(text), { answer, question } = turn;
+  const turn = addTurn(text, other()), { answer, beside, question } = turn;
   at("prompt").value = "";
   fit();
   at("log").scrollTop = at("log").scrollHeight;
   busy(true);
-  answer.box.classList.add("writing");
-  try {
-    await read(answer);
-  } catch (error) {
-    if (error.name !== "AbortError") fail(error);
-    answer.reason = error.name === "AbortError" ? "stopped" : "failed";
+  await write(answer);
+  if (answer.text || answer.reason !== "failed") end(answer, summary(answer));
+  if (beside && ["stopped", "failed"].includes(answer.reason)) drop(turn);
+  else if (beside) {
+    await write(beside);
+    show(beside);
+    end(beside, [summary(beside), difference(turn)].filter(Boolean).join(" · "));
   }
   busy(false);
-  if (!answer.box.isConnected) return;  // another chat has begun
-  if (answer.text || answer.reason !== "failed") return end(answer, summary(answer));
+  if (!answer.box.isConnected || answer.caption) return;  // another chat has begun, or it is there
   turns.pop();
   question.remove();
   answer.box.remove();
@@ -166,8 +185,37 @@ async function say(text) {
   fit();
 }
 
+function drop(turn) {  // what would have been beside the answer
+  turn.beside.box.parentNode?.replaceWith(turn.answer.box);
+  turn.beside = null;
+}
+
+async function write(answer) {
+  answer.box.classList.add("writing");
+  try {
+    await read(answer);
+  } catch (error) {
+    if (error.name !== "AbortError") fail(error);
+    answer.reason = error.name === "AbortError" ? "stopped" : "failed";
+  }
+}
+
+function difference({ answer, beside }) {  // in words; its first token is marked in both
+  if (!beside || !["stop", "length"].includes(beside.reason)) return "";
+  if (answer.text === beside.text) return `as ${answer.by.id} answers`;
+  const most = Math.min(answer.text.length, beside.text.length);
+  let place = 0;
+  while (place < most && answer.text[place] === beside.text[place]) place++;
+  for (const { body } of [answer, beside]) {
+    const span = [...body.querySelectorAll(".token")].find(({ to }) => to > place);
+    span?.classList.add("differs");
+  }
+  const same = beside.counts[pieceAt(beside.pieces, place) - 1] ?? 0;
+  return `other than ${answer.by.id} from token ${same + 1} on`;
+}
+
 async function read(answer) {
-  const [path, body] = request();
+  const [path, body] = request(answer.by);
   const options = { method: "POST", body: JSON.stringify(body), signal: controller.signal };
   for await (const event of events(await ask(path, options))) {
     answer.usage = event.usage ?? answer.usage;
@@ -246,7 +294,7 @@ function appendTokens({ pieces, text }, parent, from, to) {  // a span for what 
       span.classList.add("drafted", drafter);
       span.title = `drafted by ${drafter}`;
     }
-    span.first = piece.first;
+    Object.assign(span, { first: piece.first, to: end });
     parent.append(span);
     from = end;
   }
@@ -277,7 +325,7 @@ function end(answer, caption) {
 function clear() {
   turns.length = 0;
   [shown, picked] = [null, null];
-  document.querySelectorAll(".message").forEach((box) => box.remove());
+  document.querySelectorAll(".message, .pair").forEach((box) => box.remove());
   at("empty").hidden = false;
   save();
   draw();
@@ -332,16 +380,20 @@ function busy(is) {
 // Other programs' pages may have had this address before, and other versions of this one.
 
 const CHAT = "twellctl.chat", KEY = "twellctl.key";
-const SETTINGS = ["system", "temperature", "top-p", "seed", "max-tokens"];
+const SETTINGS = ["system", "temperature", "top-p", "seed", "max-tokens", "beside"];
 const MARKS = "twellctl.marks";
 
 function save() {
   if (!model) return;
+  const written = ({ by, caption, reason, pieces }, densities) => ({
+    by: by.id, caption, reason, pieces: pieces.map((piece) => (
+      [piece.text, { densities: densities(piece), drafters: piece.drafters }])),
+  });
   const kept = (densities) => ({
     model: model.id, chat: model.twell.chat,
     settings: Object.fromEntries(SETTINGS.map((id) => [id, at(id).value])),
-    turns: turns.map(({ text, answer }) => ({ text, caption: answer.caption, pieces: answer.pieces.map(
-      (piece) => [piece.text, { densities: densities(piece), drafters: piece.drafters }]) })),
+    turns: turns.map(({ text, answer, beside }) => (
+      { text, answer: written(answer, densities), beside: beside && written(beside, densities) })),
   });
   const rounded = ({ densities }) => densities.map((all) => all.map((share) => +share.toFixed(5)));
   for (const densities of [rounded, () => []]) {  // without them where they are too much
@@ -366,10 +418,15 @@ function takeUp(kept) {
   if (!one || kept.chat !== one.twell.chat) return;
   use(one);
   for (const id of SETTINGS) at(id).value = kept.settings[id];
-  for (const { text, caption, pieces } of kept.turns) {
-    const { answer } = addTurn(text);
-    for (const [piece, ofTokens] of pieces) add(answer, piece, ofTokens);
-    end(answer, caption ?? `${answer.tokens.length} tokens · broken off`);
+  for (const { text, answer, beside } of kept.turns) {
+    const turn = addTurn(text, models.find(({ id }) => id === beside?.by) ?? null);
+    for (const [made, was] of [[turn.answer, answer], [turn.beside, beside]]) {
+      if (!made) continue;
+      for (const [piece, ofTokens] of was.pieces) add(made, piece, ofTokens);
+      made.reason = was.reason;
+      end(made, was.caption ?? `${made.tokens.length} tokens · broken off`);
+    }
+    difference(turn);
   }
   drawNow();  // the chart takes room
   at("log").scrollTop = at("log").scrollHeight;
