@@ -76,9 +76,14 @@ class Pace:
         for trial in (Drafts(), *trials):
             if self._counted[size, trial] < _TRIALS:
                 return trial
-        choices = [Drafts(k, i) for i, room in enumerate(most) for k in _COUNTS if k <= room]
-        rates = {choice: self._rate(rows, size, choice) for choice in choices}
-        plain, best = self._rate(rows, size, Drafts()), max(choices, key=rates.__getitem__)
+        rates: dict[Drafts, float] = {}
+        for drafter, room in enumerate(most):
+            tokens = self._tokens(rows, drafter, room)
+            of_drafter = (Drafts(k, drafter) for k in _COUNTS if k <= room)
+            rates |= {each: tokens[each.num] / self._time(size, each) for each in of_drafter}
+        choices = list(rates)
+        plain = len(rows) / self._time(size, Drafts())
+        best = max(choices, key=rates.__getitem__)
         if rates[best] > _GAIN * plain:
             return best if self._rounds % _AGAIN else Drafts()
         first = [choice for choice in choices if choice.drafter == choices[0].drafter]
@@ -97,15 +102,24 @@ class Pace:
         row[drafter].see(offered, kept)
         self._all[drafter].see(offered, kept, _OF_ALL)
 
-    def _rate(self, rows: Rows[Agreements], size: int, drafts: Drafts) -> float:
-        """Tokens a second, of all rows."""
-        prior = self._all[drafts.drafter].share(0.75)
-        shares = [row[drafts.drafter].share(prior) for row in rows]
-        tokens = sum(sum(share**i for i in range(drafts.num + 1)) for share in shares)
-        return tokens / max(self._time(size, drafts), 1e-9)
+    def _tokens(self, rows: Rows[Agreements], drafter: int, most: int) -> list[float]:
+        """That a round of all rows gives with 0, 1 .. `most` drafts."""
+        prior = self._all[drafter].share(0.75)
+        tokens = [float(len(rows))] * (most + 1)
+        for row in rows:
+            share = row[drafter].share(prior)
+            all_kept, more = 1.0, 0.0
+            for num in range(1, most + 1):
+                all_kept *= share
+                more += all_kept
+                tokens[num] += more
+        return tokens
 
     def _time(self, size: int, drafts: Drafts) -> float:
-        """As measured, or on a line through the two measured counts beside it."""
+        """Above 0: as measured, or on a line through the two measured counts beside it."""
+        return max(self._measured(size, drafts), 1e-9)
+
+    def _measured(self, size: int, drafts: Drafts) -> float:
         of_size, (num, drafter) = self._seconds[size], drafts
         if drafts in of_size:
             return of_size[drafts]
