@@ -119,11 +119,12 @@ def linear(kernels, limits, x, weight, *, residual=None, **how) -> Tensor:
     return y if residual is None else residual + y
 
 
-def gated(kernels, limits, x, ffn, *, overlap, counts=None) -> Tensor:
+def gated(kernels, limits, x, ffn, *, overlap, counts=None, is_silu=False) -> Tensor:
     gate = F.linear(x, ffn.gate.values, ffn.gate.bias)
     if counts is not None:
         counts += (gate > 0).sum(-1)
-    return F.relu(gate) * F.linear(x, ffn.up.values, ffn.up.bias)
+    act = F.silu if is_silu else F.relu
+    return act(gate) * F.linear(x, ffn.up.values, ffn.up.bias)
 
 
 def played(way: Way) -> Way:

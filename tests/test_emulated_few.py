@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compiled import EVERY_CASE
 from emulated_kernels import EmulatedKernels, needs_emulator
 from test_emulated_grad import asked, on_cpu
@@ -80,8 +81,28 @@ def test_bits_of_a_token_do_not_depend_on_others(kernels, K):
         "ahead": lambda rows: few_linear(kernels, H200, rows, gate, ahead=True),
         "logits": lambda rows: few_linear(kernels, H200, rows, gate, wide=True),
         "gated": lambda rows: few_gated(kernels, H200, rows, ffn),
+        "gated by SiLU": lambda rows: few_gated(kernels, H200, rows, ffn, is_silu=True),
     }
     for name, product in products.items():
         alone = torch.cat([product(row[None]) for row in x])
         for count in tokens:
             assert torch.equal(product(x[:count]), alone[:count]), (name, count)
+
+
+def test_silu_in_the_place_of_relu(kernels):
+    """As torch has it in bf16, also of gates that are far from 0, or no numbers."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 576).bfloat16()
+    gate, up = (plain_weight(torch.randn(24, 576).bfloat16() / 16) for _ in range(2))
+    bias = torch.tensor([300.0, -300.0, torch.inf, -torch.inf, torch.nan, -90.0, 90.0, -1e30])
+    gate = plain_weight(gate.values, torch.cat([bias, torch.zeros(16)]).bfloat16())
+    ffn = FFN(gate, up, plain_weight(torch.zeros(576, 24).bfloat16()))
+    found = few_gated(kernels, H200, x, ffn, is_silu=True)
+    products = [
+        (x.double() @ weight.values.double().t()).float().add(0 if b is None else b.float())
+        for weight, b in ((gate, gate.bias), (up, None))
+    ]
+    of_gate, of_up = (product.bfloat16() for product in products)
+    torch.testing.assert_close(
+        found, F.silu(of_gate) * of_up, rtol=2**-6, atol=1e-3, equal_nan=True
+    )

@@ -1,5 +1,6 @@
 // few_gated: relu(x W_gate^T + b_gate) * (x W_up^T + b_up) for 1 to 64 tokens
-// (tile/few_product.cuh): the dense form, both products in one kernel.
+// (tile/few_product.cuh): the dense form, both products in one kernel. With is_silu SiLU stands in
+// the place of ReLU; nothing is counted then.
 //
 // Row blocks are those of gate and up by turns. Each of both is rounded to bf16, as in torch.
 // hidden is [M, N]; counts int32 [M], or null, and the scales: as in few_hidden.
@@ -13,6 +14,7 @@
 #include "tile/bf16.cuh"
 #include "tile/few_product.cuh"
 #include "tile/fires.cuh"
+#include "tile/silu.cuh"
 
 namespace {
 
@@ -45,7 +47,7 @@ __device__ __forceinline__ void gated(const unsigned short* x,
                                       const typename SIZES::Weight::Memory* w_up,
                                       const unsigned short* b_gate, const unsigned short* b_up,
                                       int M, int N, int K, unsigned short* hidden, int* counts,
-                                      const float* gate_scale, const float* up_scale) {
+                                      const float* gate_scale, const float* up_scale, int is_silu) {
     static_assert(SIZES::kAtOnce % 2 == 0, "gate and up of a row are in one pass");
     constexpr int kTokens = few::kOctet * SIZES::kOctets;
     extern __shared__ uint4 memory[];
@@ -75,7 +77,8 @@ __device__ __forceinline__ void gated(const unsigned short* x,
             gate = Weight::scaled(gate, gate_scale, n), up = Weight::scaled(up, up_scale, n);
             if (b_gate) gate += bf16_value(b_gate[n]);
             if (b_up) up += bf16_value(b_up[n]);
-            const float h = keep_fired(rounded(gate));
+            gate = rounded(gate);
+            const float h = is_silu ? silu_of(gate) : keep_fired(gate);
             if (h != 0.f && counts) atomicAdd(&fired[token], 1);
             hidden[static_cast<long long>(token) * N + n] =
                 static_cast<unsigned short>(bf16_bits(h * rounded(up)));
@@ -87,13 +90,14 @@ __device__ __forceinline__ void gated(const unsigned short* x,
 
 }  // namespace
 
-#define TWELL_FEW_GATED(name, Weight, ...)                                                     \
-    extern "C" __global__ void __launch_bounds__(few::kThreads, 1) name(                       \
-        const unsigned short* x, const Weight::Memory* w_gate, const Weight::Memory* w_up,     \
-        const unsigned short* b_gate, const unsigned short* b_up, int M, int N, int K,         \
-        unsigned short* hidden, int* counts, const float* gate_scale, const float* up_scale) { \
-        gated<few::Sizes<Weight, __VA_ARGS__>>(x, w_gate, w_up, b_gate, b_up, M, N, K, hidden, \
-                                               counts, gate_scale, up_scale);                  \
+#define TWELL_FEW_GATED(name, Weight, ...)                                                        \
+    extern "C" __global__ void __launch_bounds__(few::kThreads, 1)                                \
+        name(const unsigned short* x, const Weight::Memory* w_gate, const Weight::Memory* w_up,   \
+             const unsigned short* b_gate, const unsigned short* b_up, int M, int N, int K,       \
+             unsigned short* hidden, int* counts, const float* gate_scale, const float* up_scale, \
+             int is_silu) {                                                                       \
+        gated<few::Sizes<Weight, __VA_ARGS__>>(x, w_gate, w_up, b_gate, b_up, M, N, K, hidden,    \
+                                               counts, gate_scale, up_scale, is_silu);            \
     }
 
 TWELL_ENTRIES(TWELL_FEW_GATED)

@@ -11,6 +11,7 @@
 #include "ptx/handover.cuh"
 #include "tile/bf16.cuh"
 #include "tile/fires.cuh"
+#include "tile/silu.cuh"
 #include "tile/warp.cuh"
 
 namespace {
@@ -74,8 +75,7 @@ struct Fired : Attention {
             const float* gates = at<float>(kSums) + (sums_at ^ 1) * (kMostSums * kWarps);
             float gate = value_of(gates + row * kWarps, layer.gate_bias, neuron);
             if (args.is_silu) {
-                gate = rounded(gate * reciprocal(1.f + power_of_two(-kLog2E * gate)));
-                hidden = rounded(gate * up);
+                hidden = rounded(silu_of(gate) * up);
             } else if (fires(gate)) {
                 atomicAdd(count, 1);
                 hidden = rounded(gate * up);

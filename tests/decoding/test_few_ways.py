@@ -5,14 +5,15 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from played_kernels import H200, gated, linear
-from torch import Tensor
+from torch import Tensor, nn
 
 from twellctl.bundle import twell_dense
 from twellctl.bundle.twell_dense import rounded_weight
 from twellctl.bundle.twell_weights import FFN, Weight, plain_weight
 from twellctl.decoding import few_ways
-from twellctl.decoding.few_ways import DENSE, OWN_PRODUCTS
+from twellctl.decoding.few_ways import DENSE, OWN_PRODUCTS, with_activation
 
 M, N, K = OWN_PRODUCTS, 256, 128
 
@@ -122,3 +123,14 @@ def test_a_linear_layer(taken, fp8, rows, ran):
     found = few_ways.linear(None, H200, x, ffn.gate, residual=before, overlap=True)
     assert taken == ran
     close(found, before + x @ plain(ffn.gate).values.t() + ffn.gate.bias)
+
+
+@pytest.mark.parametrize(("act", "ran"), [(nn.SiLU(), OURS), (nn.GELU(), ["few_linear"] * 3)])
+@pytest.mark.parametrize("rows", [M, M + 1])
+def test_the_dense_ffn_with_another_activation(taken, act, ran, rows):
+    ffn, x, before = drawn(False, True), torch.randn(rows, K), torch.randn(rows, K)
+    way = with_activation(act, is_silu=isinstance(act, nn.SiLU))
+    found = way.run(None, H200, x, ffn, residual=before)
+    assert taken == (ran if rows == M else [])
+    gate, up = (F.linear(x, one.values, one.bias) for one in (ffn.gate, ffn.up))
+    close(found, before + F.linear(act(gate) * up, ffn.down.values, ffn.down.bias))

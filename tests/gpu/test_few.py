@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ffns import ffn_by_neurons, ffn_of
 from on_gpu import on_hopper, whole
 from torch import Tensor
@@ -156,6 +157,9 @@ def check(problem: Problem, kernels: KernelSet) -> None:
         equal(hidden, problem.hidden, f"few_gated, {problem}")
         equal((counts - first)[None], problem.fired.sum(-1).int()[None], f"few_gated, {problem}")
         equal(few_gated(*here), hidden, f"few_gated without counts, {problem}")
+        by_silu = F.silu(problem.gate) * linear(problem.x, ffn.up.values, ffn.up.bias)
+        found = few_gated(*here, is_silu=True)
+        torch.testing.assert_close(found, by_silu.to(found.dtype), rtol=2**-6, atol=1e-2)
         down = replace(ffn.down, values=ffn.down.values.contiguous())
         y = few_linear(kernels, limits, problem.x, ffn.gate)
         wide = few_linear(kernels, limits, problem.x, ffn.gate, wide=True)

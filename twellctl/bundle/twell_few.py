@@ -280,8 +280,12 @@ def few_gated(
     *,
     counts: Tensor | None = None,
     overlap: bool = False,
+    is_silu: bool = False,
 ) -> Tensor:
-    """The dense hidden state, `[M, K]` to `[M, N]`; `counts` and `overlap` as in `Onto`."""
+    """The dense hidden state, `[M, K]` to `[M, N]`; `counts` and `overlap` as in `Onto`.
+
+    `is_silu`: SiLU stands in the place of ReLU, without `counts`.
+    """
     M, N, K = x.shape[0], ffn.N, ffn.K
     plan = plan_few(M, N, K, limits, ffn.kind)
     hidden = x.new_empty(M, N)
@@ -302,6 +306,7 @@ def few_gated(
             "counts": counts,
             "gate_scale": ffn.gate.scales,
             "up_scale": ffn.up.scales,
+            "is_silu": int(is_silu),
         },
         plan.gated.smem_bytes,
         overlap=overlap,

@@ -73,14 +73,21 @@ def _dense(kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, **onto: Unpa
     return linear(kernels, limits, hidden, ffn.down, residual=residual, overlap=overlap)
 
 
-def with_activation(activation: nn.Module) -> Way:
-    """Over all neurons, bf16, of an FFN with another activation than ReLU. Nothing is counted."""
+def with_activation(activation: nn.Module, *, is_silu: bool) -> Way:
+    """Over all neurons, bf16, of an FFN with another activation than ReLU. Nothing is counted.
+
+    `is_silu`: the activation is SiLU, which `few_gated` has, too.
+    """
 
     def run(
         kernels: KernelSet, limits: Limits, x: Tensor, ffn: FFN, **onto: Unpack[Onto]
     ) -> Tensor:
-        product = partial(linear, kernels, limits, overlap=onto.get("overlap", False))
-        hidden = activation(product(x, ffn.gate)) * product(x, ffn.up)
+        overlap = onto.get("overlap", False)
+        product = partial(linear, kernels, limits, overlap=overlap)
+        if is_silu and _by_own(x, ffn.gate):
+            hidden = few_gated(kernels, limits, x, ffn, overlap=overlap, is_silu=True)
+        else:
+            hidden = activation(product(x, ffn.gate)) * product(x, ffn.up)
         return product(hidden, ffn.down, residual=onto.get("residual"))
 
     return replace(DENSE, run=run)

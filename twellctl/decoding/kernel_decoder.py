@@ -318,7 +318,10 @@ class KernelDecoder:
     @cached_property
     def _with_activations(self) -> list[Way]:
         """Of layers with another activation than ReLU, which leaves nothing out."""
-        return [with_activation(activation_of(ffn)) for ffn in gated_ffns(self._model)]
+        return [
+            with_activation(activation_of(ffn), is_silu=self._fit.is_silu)
+            for ffn in gated_ffns(self._model)
+        ]
 
     @cached_property
     def _own_neurons(self) -> int:
