@@ -16,7 +16,8 @@ from twellctl.models.checkpoint import FIT_FILE
 from twellctl.report.page import Table
 
 H200 = {"device": "NVIDIA H200"}
-NAMES = [f"original, {bits} bits" for bits in (16, 8, 4)] + ["relu, fast", "relu, exact"]
+NAMES = [f"original, {bits} bits" for bits in (16, 8, 4)] + ["relu, fast"]
+DRAFTED = "original, exact, drafts by relu"
 
 
 def decoded(weights: str = "bf16", fingerprint: str = "abc", times: float = 1.0) -> dict:
@@ -31,7 +32,7 @@ def decoded(weights: str = "bf16", fingerprint: str = "abc", times: float = 1.0)
     return json.loads(json.dumps(DecodeBench(H200, {}, 1e12, (model,)).to_json()))
 
 
-def answered(differing: int = 0) -> dict:
+def answered(differing: int = 0, fit: str = "made/relu") -> dict:
     """bench exact: 80, 160 and 120 tokens a second."""
     forms = [
         ExactForm("original, stable", (70.0,), 0, Drafted(9), 4_000_000_000),
@@ -39,7 +40,7 @@ def answered(differing: int = 0) -> dict:
         ExactForm("fit alone", (160.0,), 9, Drafted(9), 4_100_000_000),
         ExactForm("exact", (120.0,), differing, Drafted(9), 8_100_000_000),
     ]
-    models = {"fit": "made/relu", "original": "owner/original"}
+    models = {"fit": fit, "original": "owner/original"}
     found = ExactBench(H200, {}, models, (ExactPoint(1, 12, tuple(forms)),))
     return json.loads(json.dumps(found.to_json()))
 
@@ -61,7 +62,7 @@ def test_all_that_was_measured_is_in_its_row(tmp_path):
     four = in_json(evaluation("made/silu4", 105))
     found = {"eval.json": in_json(evaluation()), "eval-4.json": four}
     table = rivals_of(tmp_path, found, [decoded(), decoded("int4", times=3.0), answered()])
-    assert cells(table, "model") == NAMES
+    assert cells(table, "model") == [*NAMES, DRAFTED]
     assert cells(table, "tokens/s, steps") == [
         *("100 (1.00x)", "125 (1.25x)", "300 (3.00x)", "200 (2.00x)", UNKNOWN),
     ]
@@ -83,7 +84,7 @@ def test_all_that_was_measured_is_in_its_row(tmp_path):
 
 def test_what_was_not_measured_says_so(tmp_path):
     table = rivals_of(tmp_path, {"eval.json": in_json(evaluation())}, [])
-    assert cells(table, "model") == NAMES
+    assert cells(table, "model") == [*NAMES, "original, exact"]
     assert cells(table, "tokens/s") == [UNKNOWN] * 5
     assert cells(table, "weights in memory") == [UNKNOWN] * 5
     assert cells(table, "set-up") == ["none", *[UNKNOWN] * 4]
@@ -95,9 +96,19 @@ def test_what_was_not_measured_says_so(tmp_path):
 
 def test_answers_that_differ_are_not_the_same(tmp_path):
     table = rivals_of(tmp_path, {}, [answered(differing=2)])
-    assert table.rows[4][0] == "relu, exact"
+    assert table.rows[4][0] == DRAFTED
     assert cells(table, "same answers")[4] == "no: 10 of 12"
     assert cells(table, "tasks kept")[4] == UNKNOWN
+
+
+def test_a_draft_may_be_the_original_in_4_bits(tmp_path):
+    fit_of(tmp_path, "silu4", 99.0, keeps=True)
+    fit_of(tmp_path, "relu", 200.0)
+    table = rivals_of(tmp_path, {}, [answered(), answered(fit="made/silu4")])
+    assert cells(table, "model")[4:] == [DRAFTED, "original, exact, drafts by silu4"]
+    alone = ["160 (2.00x)"] * 2  # of both drafts, each in its row
+    assert cells(table, "tokens/s, answers")[2:] == [*alone, *["120 (1.50x)"] * 2]
+    assert cells(table, "set-up")[2:] == ["1 min 39 s", "3 min 20 s", "3 min 20 s", "1 min 39 s"]
 
 
 def test_a_fit_that_was_interrupted_took_longer(tmp_path):

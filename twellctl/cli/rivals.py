@@ -1,7 +1,7 @@
 """What a user would pick instead of a model: a table, of what lies in the folder of its run.
 
-The original in 16, 8 and 4 bits; this model by itself (fast), and as the draft of its original
-(exact). Speeds are those of one sequence, of steps by `bench decode` and of answers by
+The original in 16, 8 and 4 bits; this model by itself (fast); the original with drafts (exact), one
+row for each that was measured. Speeds are those of one sequence, of steps by `bench decode` and of answers by
 `bench exact`. The dense forms of `bench decode` have the size of the original, and so its speed.
 """
 
@@ -21,9 +21,8 @@ from twellctl.screens import ui
 
 UNKNOWN = "not measured"
 TITLE = "What you would pick instead"
-BITS16, BITS8, BITS4, FAST, EXACTLY = range(5)  # rows
+BITS16, BITS8, BITS4, FAST = range(4)  # rows; then each measured draft has one
 ROUNDED = {"fp8": BITS8, "int4": BITS4}  # of dense forms
-ANSWERED = {ORIGINAL: BITS16, FIT: FAST, EXACT: EXACTLY}  # by forms of bench exact
 
 
 @dataclass
@@ -46,29 +45,31 @@ def rivals_of(
     own = evaluations.get("eval.json")
     if own is None and not benches:
         return None
-    rows = _named(own, benches)
-    for bench in benches:
-        if bench["command"] == "bench exact":
-            _add_answers(rows, bench)
+    fits = {path.parent.name: read_json(path) for path in sorted(folder.glob(f"*/{FIT_FILE}"))}
+    exact = [bench for bench in benches if bench["command"] == "bench exact"]
+    rows = _named(own, exact)
+    for bench in exact:
+        rows.append(_exact(rows, bench, fits))
+    if not exact:
+        rows.append(Rival(f"{rows[BITS16].name.removesuffix(', 16 bits')}, exact"))
     for bench in benches:
         if bench["command"] == "bench decode":
             _add_steps(rows, bench)
-    _add_fits(rows, folder, evaluations)
+    _add_fits(rows, fits, evaluations)
     if own:
         _add_evaluation(rows[FAST], own)
     rows[BITS16].set_up, rows[BITS16].kept, rows[BITS16].same = "none", "100%", "yes"
     return _table(rows, benches)
 
 
-def _named(own: dict[str, Any] | None, benches: Sequence[dict[str, Any]]) -> list[Rival]:
-    found = (one["models"] for one in benches if one["command"] == "bench exact")
-    exact: dict[str, str] = next(found, {})
-    model, original = exact.get("fit", "this model"), exact.get("original", "the original")
+def _named(own: dict[str, Any] | None, exact: Sequence[dict[str, Any]]) -> list[Rival]:
+    model, original = "this model", "the original"
+    if exact:
+        original = exact[0]["models"]["original"]
     if own:
         model, original = own["model"], own["reference"] or original
-    model, original = short_name(model), short_name(original)
-    names = [f"{original}, {bits} bits" for bits in (16, 8, 4)]
-    return [Rival(name) for name in (*names, f"{model}, fast", f"{model}, exact")]
+    names = [f"{short_name(original)}, {bits} bits" for bits in (16, 8, 4)]
+    return [Rival(name) for name in (*names, f"{short_name(model)}, fast")]
 
 
 def _of_one(bench: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -78,17 +79,26 @@ def _of_one(bench: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from ({"name": name} | form for name, form in point["forms"].items())
 
 
-def _add_answers(rows: list[Rival], bench: dict[str, Any]) -> None:
-    prompts = next((point["prompts"] for point in bench["points"] if point["batch"] == 1), 0)
+def _exact(rows: list[Rival], bench: dict[str, Any], fits: dict[str, dict[str, Any]]) -> Rival:
+    """The row of a draft; the original and the draft by itself get what they lack.
+
+    A draft may be the original in 4 bits.
+    """
+    fit, original = short_name(bench["models"]["fit"]), short_name(bench["models"]["original"])
+    alone = BITS4 if fit in fits and _is_original(fits[fit]) else FAST
+    made = Rival(f"{original}, exact, drafts by {fit}")
+    if fit in fits:
+        made.set_up = _took(fits[fit])
+    by_form = {ORIGINAL: rows[BITS16], FIT: rows[alone], EXACT: made}
     for form in _of_one(bench):
-        if (number := ANSWERED.get(form["name"])) is None or rows[number].answers:
-            continue
-        rows[number].answers = form["tokens_per_second"]
-        rows[number].weights = form.get("weight_bytes")
-        if number == EXACTLY:
-            same = prompts - form["differing"]
-            rows[number].same = _share(same, prompts)
-            rows[number].kept = "100%" if same == prompts else UNKNOWN
+        if (row := by_form.get(form["name"])) and row.answers is None:
+            row.answers, row.weights = form["tokens_per_second"], form.get("weight_bytes")
+    prompts = next((point["prompts"] for point in bench["points"] if point["batch"] == 1), None)
+    differing = next((f["differing"] for f in _of_one(bench) if f["name"] == EXACT), None)
+    if prompts is not None and differing is not None:
+        made.same = _share(prompts - differing, prompts)
+        made.kept = UNKNOWN if differing else "100%"
+    return made
 
 
 def _add_steps(rows: list[Rival], bench: dict[str, Any]) -> None:
@@ -105,19 +115,25 @@ def _add_steps(rows: list[Rival], bench: dict[str, Any]) -> None:
                 row.weights = row.weights or form.get("weight_bytes")
 
 
-def _add_fits(rows: list[Rival], folder: Path, evaluations: dict[str, dict[str, Any]]) -> None:
-    """How long fits took. One that keeps its activation is the original in 4 bits, of which an
-    evaluation may be there, too."""
-    for path in sorted(folder.glob(f"*/{FIT_FILE}")):
-        fit = read_json(path)
-        is_original = fit["settings"]["keep_activation"]
-        took = ui.duration(fit["seconds"])
-        took = f"more than {took}" if fit["kept"] else took
-        for number in (BITS4,) if is_original else (FAST, EXACTLY):
-            rows[number].set_up = took
-        for evaluation in evaluations.values() if is_original else ():
-            if short_name(evaluation["model"]) == path.parent.name:
-                _add_evaluation(rows[BITS4], evaluation)
+def _add_fits(
+    rows: list[Rival], fits: dict[str, dict[str, Any]], evaluations: dict[str, dict[str, Any]]
+) -> None:
+    """How long fits took, and what the evaluation of the original in 4 bits found."""
+    for name, fit in fits.items():
+        row = rows[BITS4 if _is_original(fit) else FAST]
+        row.set_up = _took(fit)
+        for evaluation in evaluations.values() if _is_original(fit) else ():
+            if short_name(evaluation["model"]) == name:
+                _add_evaluation(row, evaluation)
+
+
+def _is_original(fit: dict[str, Any]) -> bool:
+    """Whether a fit only rounded, and so is the original in 4 bits."""
+    return fit["settings"]["keep_activation"]
+
+
+def _took(fit: dict[str, Any]) -> str:
+    return f"{'more than ' if fit['kept'] else ''}{ui.duration(fit['seconds'])}"
 
 
 def _add_evaluation(row: Rival, evaluation: dict[str, Any]) -> None:
