@@ -1,8 +1,9 @@
 """What a user would pick instead of a model: a table, of what lies in the folder of its run.
 
 The original in 16, 8 and 4 bits; this model by itself (fast); the original with drafts (exact), one
-row for each that was measured. Speeds are those of one sequence, of steps by `bench decode` and of answers by
-`bench exact`. The dense forms of `bench decode` have the size of the original, and so its speed.
+row for each draft that was timed. Speeds are those of one sequence, of steps by `bench decode` and
+of answers by `bench exact`. The dense forms of `bench decode` have the size of the original, and so
+its speed.
 """
 
 from collections.abc import Iterator, Sequence
