@@ -78,7 +78,7 @@ def test_all_that_was_measured_is_in_its_row(tmp_path):
     assert kept[3].startswith("81.8% ±")
     assert cells(table, "set-up") == ["none", UNKNOWN, "1 min 39 s", "3 min 20 s", "3 min 20 s"]
     weights = ["4 GB", "2 GB", "4 GB", "4.1 GB", "8.1 GB"]
-    assert cells(table, "weights in memory") == weights
+    assert cells(table, "weights") == weights
     assert table.note.startswith("One sequence on NVIDIA H200. ")
 
 
@@ -86,7 +86,7 @@ def test_what_was_not_measured_says_so(tmp_path):
     table = rivals_of(tmp_path, {"eval.json": in_json(evaluation())}, [])
     assert cells(table, "model") == [*NAMES, "original, exact"]
     assert cells(table, "tokens/s") == [UNKNOWN] * 5
-    assert cells(table, "weights in memory") == [UNKNOWN] * 5
+    assert cells(table, "weights") == [UNKNOWN] * 5
     assert cells(table, "set-up") == ["none", *[UNKNOWN] * 4]
     assert rivals_of(tmp_path, {}, []) is None
     random = decoded()
@@ -126,6 +126,7 @@ def test_the_page_has_it_and_names_a_broken_file(tmp_path, refusal, broken):
     page = (tmp_path / PAGE).read_text()
     assert "What you would pick instead" in page
     assert "the same answers are 1.50x as fast" in page
+    assert "with drafts by made/relu</p>" in page
     del content[broken]
     (tmp_path / "exact.json").write_text(json.dumps(content))
     assert f"a figure is missing or broken (KeyError('{broken}'))" in refusal("report", tmp_path)

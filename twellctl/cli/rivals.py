@@ -152,7 +152,7 @@ def _table(rows: list[Rival], benches: Sequence[dict[str, Any]]) -> Table:
     speeds |= {"tokens/s, answers": [row.answers for row in rows]}
     measured = {name: found for name, found in speeds.items() if any(found)}
     shown = measured or {"tokens/s": [None] * len(rows)}
-    columns = [*shown, "same answers", "tasks kept", "set-up", "weights in memory"]
+    columns = [*shown, "same answers", "tasks kept", "set-up", "weights"]
     cells = [
         [
             row.name,
@@ -166,8 +166,8 @@ def _table(rows: list[Rival], benches: Sequence[dict[str, Any]]) -> Table:
     note = f"One sequence on {where}. " if where else ""
     note += (
         "Steps: bench decode, whose dense forms have the original's size. Answers: bench exact. "
-        "Set-up: the fit alone. To fill a gap, let eval, bench decode or bench exact write --json "
-        "into this folder, then repeat twellctl report."
+        "Set-up: the fit alone. Weights: in memory. To fill a gap, let eval, bench decode or bench "
+        "exact write --json into this folder, then repeat twellctl report."
     )
     return Table(TITLE, ["model", *columns], cells, note)
 

@@ -84,13 +84,20 @@ def _page(folder: Path) -> Page:
             verdict=verdict.get("words", ""),
             because=verdict.get("because", ""),
             is_bad=verdict.get("step") in (3, 4),
-            sentences=[said for bench in benches for said in bench["sentences"]],
+            sentences=[said for bench in benches for said in _said(bench)],
             tables=[*filter(None, [rivals, *kept_tables, _trained(folder)])],
             pictures=_pictures(list(_charts(folder, evaluations, benches))),
             answers=answers_of(own) if own else [],
             facts=list(_facts(folder, own)),
             recipe=_recipe(folder),
         )
+
+
+def _said(bench: dict[str, Any]) -> list[str]:
+    """The sentences of a bench; that of exact answers names the draft."""
+    if bench["command"] == "bench decode":
+        return bench["sentences"]
+    return [f"{said}, with drafts by {bench['models']['fit']}" for said in bench["sentences"]]
 
 
 def _measured(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
