@@ -95,6 +95,8 @@ def test_what_a_step_computes(relu_llama, text_file):
     assert step_operations(checkpoint, alone) == 96 * ours
     frozen = replace(alone, lora_rank=2, lora_ffn=True, gradient_checkpointing=True)
     assert step_operations(checkpoint, frozen) == 96 * (6 * inside + 6 * head)
+    config = {key: value for key, value in checkpoint.config.items() if key != "vocab_size"}
+    assert step_operations(replace(checkpoint, config=config), alone) == 96 * ours
 
 
 def test_epochs_are_about_the_steps_of_the_run(relu_llama, text_file):

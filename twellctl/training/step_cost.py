@@ -55,18 +55,20 @@ def step_seconds(checkpoint: Checkpoint, recipe: Recipe, rate: float) -> float:
 def step_operations(checkpoint: Checkpoint, recipe: Recipe) -> float:
     """Floating-point operations of an optimizer step, forward, backward, teacher and Muon."""
     weights = held(checkpoint, recipe)
-    head = _head(checkpoint)
-    a_token = 6.0 * head + sum(_student(weight, recipe) for weight in weights if weight.in_layer)
+    a_token = 6.0 * _head(weights) + sum(
+        _student(weight, recipe) for weight in weights if weight.in_layer
+    )
     if teacher := choose_teacher(checkpoint, recipe):
         theirs = held(teacher.checkpoint, recipe)
         in_layers = sum(weight.number for weight in theirs if weight.in_layer)
-        a_token += 2.0 * (in_layers + _head(teacher.checkpoint))
+        a_token += 2.0 * (in_layers + _head(theirs))
     stepped = sum(_orthogonalised(weight) for weight in weights if weight.by_muon)
     return recipe.step_tokens * a_token + stepped
 
 
-def _head(checkpoint: Checkpoint) -> int:
-    return checkpoint.config["vocab_size"] * checkpoint.ffn.hidden_size
+def _head(weights: list[Held]) -> int:
+    """Weights of the LM head, which is the largest outside of layers, or as large."""
+    return max(weight.number for weight in weights if not weight.in_layer)
 
 
 def _student(weight: Held, recipe: Recipe) -> float:
