@@ -172,6 +172,10 @@ def test_other_files_are_no_reason_to_skip(pipe, text_file, tmp_path):
             STEPS.replace("convert: {{}}", "convert: {{bits: 4, keep-activation: true}}"),
             "profile does not take what convert makes with keep-activation: remove one",
         ),
+        (
+            STEPS.replace("export:", "finetune: {{}}\nexport: {{with-original: true}}"),
+            "export does not take what finetune makes with-original: remove one of them",
+        ),
         (STEPS + "out: b", "line 8 gives out more than once: keep one"),
         (
             STEPS + "write:\n tokens: 1\n tokens: 2",

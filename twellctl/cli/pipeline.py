@@ -96,6 +96,7 @@ def _check_steps(file: Path, content: dict[str, Any]) -> None:
             if not all(map(_is_plain, _each(value))):
                 raise UsageError(f"{file}: {_must_be(name, key, value)}")
     _check_rounded(file, content)
+    _check_original(file, content)
 
 
 def _check_rounded(file: Path, content: dict[str, Any]) -> None:
@@ -109,6 +110,14 @@ def _check_rounded(file: Path, content: dict[str, Any]) -> None:
             raise UsageError(
                 f"{file}: {name} does not take what convert makes with {flag}: remove one of them"
             )
+
+
+def _check_original(file: Path, content: dict[str, Any]) -> None:
+    """`UsageError` for an export with the original of what finetune makes, which is no draft."""
+    if "finetune" in content and (content.get("export") or {}).get("with-original"):
+        raise UsageError(
+            f"{file}: export does not take what finetune makes with-original: remove one of them"
+        )
 
 
 class _Pipeline:
@@ -336,7 +345,7 @@ def _words(
         case "export":
             words = [newest, made[name]]
             given = {one: made[one] for one in ("profile", "eval") if one in before}
-            if steps[name].get("with-original"):
+            if "convert" in before and steps[name].get("with-original"):
                 given["original"] = model
     return words, given | steps[name]
 
