@@ -7,6 +7,7 @@ import pytest
 import torch
 from edits import json_in, jsonl, weights_in
 from fits import QUICK
+from huggingface_hub.utils import filter_repo_objects
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +23,7 @@ from twellctl.models import shard_writer
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import fingerprint
 from twellctl.models.shards import ORIGINAL, SINGLE
+from twellctl.report.charts import short_name
 
 FITS = {"plain": {}, "4 bits": {"bits": 4, "group_size": 16}}
 PROMPT = "import os\n\ndef main"
@@ -140,6 +142,7 @@ def test_eval_compares_with_the_original_in_the_folder(exports, tmp_path):
     prompts = jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"What is {i}?"} for i in range(2)])
     done = evaluate(exports["plain"], prompts=prompts)
     assert done.reference == str(exports["plain"] / ORIGINAL)
+    assert short_name(done.reference) == f"{exports['plain'].name}/{ORIGINAL}"
     assert done.acceptance == done.answers.same_top
 
 
@@ -160,6 +163,24 @@ def test_a_snapshot_in_the_cache_of_the_hub(exports, silu_llama, tmp_path):
     assert fingerprint(original) == fingerprint(open_checkpoint(silu_llama))
 
 
+def test_all_of_the_original_is_fetched_from_the_hub(exports, tmp_path, monkeypatch):
+    model = shutil.copytree(exports["plain"], tmp_path / "model")
+    (model / ORIGINAL / "LICENSE").write_text("MIT")
+    fetched = tmp_path / "fetched"
+
+    def fetch(name, revision, allow_patterns):
+        files = [file.relative_to(model) for file in model.rglob("*") if file.is_file()]
+        for file in filter_repo_objects(map(str, files), allow_patterns=allow_patterns):
+            (fetched / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(model / file, fetched / file)
+        return str(fetched)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert open_checkpoint("owner/model").path == fetched
+    there, known = ({file.name for file in (one / ORIGINAL).iterdir()} for one in (fetched, model))
+    assert there == known
+
+
 def test_an_export_again_takes_the_original_along(exports, silu_llama, tmp_path):
     out = tmp_path / "again"
     export(exports["plain"], out, with_original=True)
@@ -178,7 +199,12 @@ def test_run_puts_its_own_model_there(success, silu_llama, text_file, tmp_path):
     }
     (tmp_path / "run.yaml").write_text(json.dumps(steps))
     success("run", tmp_path / "run.yaml")
-    assert open_checkpoint(tmp_path / "out/exported" / ORIGINAL).activation == "silu"
+    exported = tmp_path / "out/exported"
+    assert open_checkpoint(exported / ORIGINAL).activation == "silu"
+    again = {"model": str(exported), "out": str(tmp_path / "again"), "export": steps["export"]}
+    (tmp_path / "again.yaml").write_text(json.dumps(again))
+    success("run", tmp_path / "again.yaml")
+    assert open_checkpoint(tmp_path / "again/exported" / ORIGINAL).activation == "silu"
 
 
 # ---- what is refused ----

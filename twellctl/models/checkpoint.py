@@ -301,7 +301,7 @@ def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "model*.safetensors", "*.model", "*.jinja", "*.txt", "*.md"]
-    wanted += ["LICEN[SC]E*", "NOTICE*", f"{ORIGINAL}/*.safetensors"]
+    wanted += ["LICEN[SC]E*", "NOTICE*", f"{ORIGINAL}/*"]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from twellctl.models.shards import ORIGINAL
+
 Values: TypeAlias = Sequence[float | None]
 
 
 def short_name(model: str) -> str:
-    """The last part of a path or a hub id."""
-    return model.rstrip("/").rpartition("/")[2]
+    """The last part of a path or a hub id; of an original in a model's folder also the folder."""
+    *_, before, last = ["", *model.rstrip("/").split("/")]
+    return f"{before}/{last}" if before and last == ORIGINAL else last
 
 
 @dataclass(frozen=True)
