@@ -111,6 +111,24 @@ def test_a_draft_may_be_the_original_in_4_bits(tmp_path):
     assert cells(table, "set-up")[2:] == ["1 min 39 s", "3 min 20 s", "3 min 20 s", "1 min 39 s"]
 
 
+def test_figures_of_another_fit_are_not_this_models(tmp_path):
+    """But those of an export are."""
+    fit_of(tmp_path, "relu", 200.0)
+    fit_of(tmp_path, "exported", 200.0)
+    fit_of(tmp_path, "relu4", 300.0)
+    drafts, found = answered(fit="made/relu4"), {"eval.json": in_json(evaluation())}
+    table = rivals_of(tmp_path, found, [drafts, decoded(fingerprint="other")])
+    fast = {column: cells(table, column)[3] for column in table.columns}
+    assert fast["tokens/s, steps"] == fast["tokens/s, answers"] == UNKNOWN
+    assert fast["set-up"] == "3 min 20 s"
+    assert cells(table, "tokens/s, steps")[0] == "100 (1.00x)"
+    assert cells(table, "set-up")[4] == "5 min 00 s"
+    table = rivals_of(tmp_path, found, [drafts, answered(fit="made/exported")])
+    assert cells(table, "tokens/s, answers")[3] == "160 (2.00x)"
+    table = rivals_of(tmp_path, {}, [drafts, answered()])  # the first draft is this model
+    assert cells(table, "set-up")[3] == "5 min 00 s"
+
+
 def test_a_fit_that_was_interrupted_took_longer(tmp_path):
     fit_of(tmp_path, "relu", 60.0, kept=3)
     table = rivals_of(tmp_path, {}, [answered()])

@@ -48,15 +48,15 @@ def rivals_of(
         return None
     fits = {path.parent.name: read_json(path) for path in sorted(folder.glob(f"*/{FIT_FILE}"))}
     exact = [bench for bench in benches if bench["command"] == "bench exact"]
-    rows = _named(own, exact)
+    rows, own_fit = _named(own, exact), _own_fit(own, exact, fits)
     for bench in exact:
-        rows.append(_exact(rows, bench, fits))
+        rows.append(_exact(rows, bench, fits, own_fit))
     if not exact:
         rows.append(Rival(f"{rows[BITS16].name.removesuffix(', 16 bits')}, exact"))
     for bench in benches:
         if bench["command"] == "bench decode":
-            _add_steps(rows, bench)
-    _add_fits(rows, fits, evaluations)
+            _add_steps(rows, bench, own)
+    _add_fits(rows, fits, own_fit, evaluations)
     if own:
         _add_evaluation(rows[FAST], own)
     rows[BITS16].set_up, rows[BITS16].kept, rows[BITS16].same = "none", "100%", "yes"
@@ -73,6 +73,25 @@ def _named(own: dict[str, Any] | None, exact: Sequence[dict[str, Any]]) -> list[
     return [Rival(name) for name in (*names, f"{short_name(model)}, fast")]
 
 
+def _own_fit(
+    own: dict[str, Any] | None, exact: Sequence[dict[str, Any]], fits: dict[str, dict[str, Any]]
+) -> dict[str, Any] | None:
+    """How this model was fitted, which is what was evaluated, else the first draft; None: it is not
+    known. An export says the same as what it was made from."""
+    models = [own["model"]] if own else [bench["models"]["fit"] for bench in exact]
+    found = (fits[name] for name in map(short_name, models) if name in fits)
+    return next((fit for fit in found if not _is_original(fit)), None)
+
+
+def _row_of(
+    rows: list[Rival], fit: dict[str, Any] | None, own_fit: dict[str, Any] | None
+) -> Rival | None:
+    """That of a fit by itself; None of another one than this model."""
+    if fit and _is_original(fit):
+        return rows[BITS4]
+    return rows[FAST] if fit is None or own_fit in (None, fit) else None
+
+
 def _of_one(bench: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The forms of one sequence in JSON of a bench."""
     for point in bench["points"]:
@@ -80,17 +99,23 @@ def _of_one(bench: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from ({"name": name} | form for name, form in point["forms"].items())
 
 
-def _exact(rows: list[Rival], bench: dict[str, Any], fits: dict[str, dict[str, Any]]) -> Rival:
+def _exact(
+    rows: list[Rival],
+    bench: dict[str, Any],
+    fits: dict[str, dict[str, Any]],
+    own_fit: dict[str, Any] | None,
+) -> Rival:
     """The row of a draft; the original and the draft by itself get what they lack.
 
     A draft may be the original in 4 bits.
     """
-    fit, original = short_name(bench["models"]["fit"]), short_name(bench["models"]["original"])
-    alone = BITS4 if fit in fits and _is_original(fits[fit]) else FAST
-    made = Rival(f"{original}, exact, drafts by {fit}")
-    if fit in fits:
-        made.set_up = _took(fits[fit])
-    by_form = {ORIGINAL: rows[BITS16], FIT: rows[alone], EXACT: made}
+    name, original = short_name(bench["models"]["fit"]), short_name(bench["models"]["original"])
+    fit = fits.get(name)
+    made = Rival(f"{original}, exact, drafts by {name}")
+    if fit:
+        made.set_up = _took(fit)
+    alone = _row_of(rows, fit, own_fit)
+    by_form = {ORIGINAL: rows[BITS16], FIT: alone, EXACT: made}
     for form in _of_one(bench):
         if (row := by_form.get(form["name"])) and row.answers is None:
             row.answers, row.weights = form["tokens_per_second"], form.get("weight_bytes")
@@ -102,14 +127,17 @@ def _exact(rows: list[Rival], bench: dict[str, Any], fits: dict[str, dict[str, A
     return made
 
 
-def _add_steps(rows: list[Rival], bench: dict[str, Any]) -> None:
-    """Of a model of the user's: a random one has no fingerprint."""
+def _add_steps(rows: list[Rival], bench: dict[str, Any], own: dict[str, Any] | None) -> None:
+    """Of a model of the user's: a random one has no fingerprint. What fires is this model's, which
+    was evaluated as its `own`."""
     for model in bench["models"]:
-        if "fingerprint" not in model["model"]:
+        if (fingerprint := model["model"].get("fingerprint")) is None:
             continue
         rounded = ROUNDED.get(model["model"].get("weights"), BITS16)
         by_kind = {DENSE: rounded, DENSE_FP8: BITS8, TWELL: FAST}
         for form in _of_one(model):
+            if form["kind"] == TWELL and own and own["fingerprint"] != fingerprint:
+                continue
             row = rows[by_kind[form["kind"]]]
             if row.steps is None:
                 row.steps = form["tokens_per_second"]
@@ -117,11 +145,15 @@ def _add_steps(rows: list[Rival], bench: dict[str, Any]) -> None:
 
 
 def _add_fits(
-    rows: list[Rival], fits: dict[str, dict[str, Any]], evaluations: dict[str, dict[str, Any]]
+    rows: list[Rival],
+    fits: dict[str, dict[str, Any]],
+    own_fit: dict[str, Any] | None,
+    evaluations: dict[str, dict[str, Any]],
 ) -> None:
     """How long fits took, and what the evaluation of the original in 4 bits found."""
     for name, fit in fits.items():
-        row = rows[BITS4 if _is_original(fit) else FAST]
+        if (row := _row_of(rows, fit, own_fit)) is None:
+            continue
         row.set_up = _took(fit)
         for evaluation in evaluations.values() if _is_original(fit) else ():
             if short_name(evaluation["model"]) == name:
