@@ -159,7 +159,8 @@ def check(problem: Problem, kernels: KernelSet) -> None:
         equal(few_gated(*here), hidden, f"few_gated without counts, {problem}")
         by_silu = F.silu(problem.gate) * linear(problem.x, ffn.up.values, ffn.up.bias)
         found = few_gated(*here, is_silu=True)
-        torch.testing.assert_close(found, by_silu.to(found.dtype), rtol=2**-6, atol=1e-2)
+        near = {"rtol": 2**-6, "atol": 1e-2, "equal_nan": True}
+        torch.testing.assert_close(found, by_silu, **near)
         down = replace(ffn.down, values=ffn.down.values.contiguous())
         y = few_linear(kernels, limits, problem.x, ffn.gate)
         wide = few_linear(kernels, limits, problem.x, ffn.gate, wide=True)
