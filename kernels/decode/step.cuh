@@ -41,6 +41,11 @@
 //   answers requests in their order: if more weights were requested, later requests, those for
 //   words included, would wait for them. For the same reason the ring requests only kEager units of
 //   the next layer before the rows of this layer's fired neurons have arrived.
+// - Whoever awaits words reads whole lines of them. What is small of a layer (pointers, norms,
+//   biases) is on its way a layer ahead: a load that comes late holds up all looks at words behind
+//   it.
+// - A head's positions are parts of several blocks, whose results its first block awaits side by
+//   side.
 // - No local memory is used: with so much shared memory, L1 has 28 KB left for the stacks of 288
 //   threads.
 // - Weights go from the ring to the tensor cores as they lie, four units at a time. The first four
