@@ -176,8 +176,10 @@ def _why_no_kernels(model: PreTrainedModel) -> str | None:
     attention = plan_attend(1, *heads, PAGE, limits.num_sms).entry
     kind = weights_kind(model)
     few = set(few_entries("few_linear", limits.capability, "bf16"))  # the LM head's
+    if is_relu(model) or is_silu(model):
+        few.update(few_dense_kernels(limits, kind))
     if is_relu(model):
-        few.update(few_kernels(limits, kind), few_dense_kernels(limits, kind))
+        few.update(few_kernels(limits, kind))
     others = ["embed_norm", "rms_norm", "add_norm", "choose", "store_keys", attention]
     if why_not_one_kernel(model) is None:
         sizes = step_sizes(model)
