@@ -256,11 +256,17 @@ def test_what_it_takes_is_compiled_before_the_first_request(tiny, as_on_a_gpu, k
     assert KernelDecoder.why_not(tiny(**SIZES).bfloat16()) == "NVRTC found no compiler"
 
 
-def test_of_another_activation_no_sparse_kernel_is_compiled(tiny, as_on_a_gpu, kernels):
-    assert KernelDecoder.why_not(tiny(**SIZES, hidden_act="silu").bfloat16()) is None
+@pytest.mark.parametrize(
+    ("act", "families"), [("silu", {"few_linear", "few_gated"}), ("gelu", {"few_linear"})]
+)
+def test_of_another_activation_no_sparse_kernel_is_compiled(
+    tiny, as_on_a_gpu, kernels, act, families
+):
+    assert KernelDecoder.why_not(tiny(**SIZES, hidden_act=act).bfloat16()) is None
     prepared = set(kernels.prepared)
     assert {"choose", "embed_norm", "rms_norm", "attend_64_2", "few_linear_8"} <= prepared
-    assert not any("few" in name and "linear" not in name for name in prepared)
+    few = (name.split("_")[:2] for name in prepared if name.startswith("few"))
+    assert {"_".join(parts) for parts in few} == families
 
 
 def test_fp8_with_another_activation_is_refused(tiny, as_on_a_gpu):
