@@ -351,7 +351,7 @@ MORE = (
     ),
     of(
         step_int4,
-        "decode/step_codes.cuh",
+        "decode/step_codes_down.cuh",
         RACE,
         (
             "no wait for other warps' largest",
@@ -369,6 +369,11 @@ MORE = (
         "decode/step_codes.cuh",
         "assert",
         ("another group's scale", "(8 * block + warp()) / (kGroup / 64)", "block"),
+    ),
+    of(
+        step_int4,
+        "decode/step_codes_down.cuh",
+        "assert",
         ("another neurons' scales", "(group + t % 2) * kDownScaleBytes", "t % 2 * kDownScaleBytes"),
         ("units are never left", "if (is_through) end(i);", ""),
         ("the lower byte alone", "256 * upper + lower", "lower"),

@@ -205,7 +205,7 @@ struct Block {
     // see Screened::round_x
     static constexpr int kBytesOfX = kMasks + kMostRows / kScreenRows * 4;
     static constexpr int kGroupsOfX = kBytesOfX + K;
-    static constexpr int kPlanes = kBytesOfX;  // see Codes
+    static constexpr int kPlanes = kBytesOfX;  // see CodesDown
     // of groups of neurons, the scales of down's columns: [group][K] bf16, apart by some bytes
     static constexpr int kMostGroups = (kMostRows - kQuad + kGroup - 1) / kGroup + 1 + 2;
     static constexpr int kDownScales = kGroupsOfX + K / 32 * 8, kDownScaleBytes = 2 * K + 32;

@@ -6,7 +6,7 @@
 // that share a gate, and all in the dense form, come through the ring.
 #pragma once
 
-#include "decode/step_codes.cuh"
+#include "decode/step_codes_down.cuh"
 #include "ptx/copies.cuh"
 #include "ptx/tma.cuh"
 #include "tile/bf16.cuh"
@@ -14,8 +14,8 @@
 
 namespace {
 
-struct CodesFfn : Codes {
-    using Codes::Codes;
+struct CodesFfn : CodesDown {
+    using CodesDown::CodesDown;
 
     // The form that screens gates is never made of this.
     __device__ __forceinline__ void round_x(const uint4 (&)[kEights]) const {}
