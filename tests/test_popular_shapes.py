@@ -42,7 +42,7 @@ from twellctl.bundle.twell_spec import ENTRY_FILES, KINDS
 from twellctl.bundle.twell_training import Wanted, backward, forward
 from twellctl.bundle.twell_ways import Problem, run_by_plan, ways_of
 from twellctl.bundle.twell_weights import FFN
-from twellctl.decoding import kernel_decoder, kernel_fit
+from twellctl.decoding import kernel_decoder, kernel_fit, kernel_layers
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.screened import Screen
 from twellctl.decoding.screening import Screens
@@ -159,7 +159,7 @@ def judge(device, monkeypatch) -> Judge:
         monkeypatch.setattr(module, "device_limits", lambda index: made.limits)
     monkeypatch.setattr(kernel_fit, "takes_hopper_kernels", lambda index: made.limits.hopper)
     monkeypatch.setattr(kernel_fit, "what_is_missing", lambda: None)
-    monkeypatch.setattr(kernel_decoder, "by_rows_of_neurons", lambda w: w.t().contiguous().t())
+    monkeypatch.setattr(kernel_layers, "by_rows_of_neurons", lambda w: w.t().contiguous().t())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from twellctl.decoding.attention import MOST_QUERIES, plan_attend
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.kernel_decoder import KernelDecoder, _pad_rows
+from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.decoding.kernel_layers import pad_rows
 from twellctl.decoding.opening import SLOW, describe_decoder, open_scheduler
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import PAGE
@@ -151,10 +152,10 @@ def test_there_is_room_for_the_parts_of_any_number_of_rows(tiny, heads):
 def test_a_head_gets_more_rows_once(tiny):
     head = tiny(vocab_size=515, tie_word_embeddings=True).lm_head.weight
     before = head.detach().clone()
-    _pad_rows(head)
+    pad_rows(head)
     place = head.data_ptr()
     assert head.untyped_storage().nbytes() == 516 * 32 * 4
-    _pad_rows(head)
+    pad_rows(head)
     assert torch.equal(head, before)
     assert head.data_ptr() == place
 

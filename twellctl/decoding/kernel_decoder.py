@@ -29,14 +29,13 @@ more rows after those of the head. Names, shapes and values stay. Only W_down is
 layouts: where a sparse and a dense decoder run over one model, each has it in its own.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_choice import WayPlan
@@ -44,22 +43,19 @@ from twellctl.bundle.twell_few import few_linear
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
     activation_of,
-    by_rows_of_neurons,
     gated_ffns,
-    plan_ways,
-    put_over_twell,
-    use_kernels,
     weights_of,
 )
 from twellctl.bundle.twell_rounded_linear import weight_of
-from twellctl.bundle.twell_spec import PAGE, STEP_QUAD
+from twellctl.bundle.twell_spec import PAGE
 from twellctl.bundle.twell_ways import Problem, Way
-from twellctl.bundle.twell_weights import FFN, Weight, joined, lay_together
+from twellctl.bundle.twell_weights import Weight
 from twellctl.decoding import attention, kernel_fit
 from twellctl.decoding.decoder import Wanted, buckets
 from twellctl.decoding.engine import SCREENED, WHOLE
-from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
+from twellctl.decoding.families import norm_weight, scales_of
 from twellctl.decoding.few_ways import DENSE, few_ways, linear, with_activation
+from twellctl.decoding.kernel_layers import decoder_layer, own_copy, pad_rows, rotary_of_layers
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.rough_head import RoughHead
@@ -71,7 +67,6 @@ from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.decoding.whole_step import DecoderLayer, StepSizes, WholeStep, takes_mapped
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.linear_map import own_neurons
-from twellctl.models.loading import shared_copy
 
 ONE_KERNEL = ("one kernel", "one dense kernel", "one screened kernel")
 _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positions
@@ -98,7 +93,7 @@ class KernelDecoder:
         self._fit = fit = kernel_fit.fit_of(model)
         self.stable, self._sparse = stable, sparse and fit.is_relu and not stable
         sparse = self._sparse
-        self._model = _own_copy(model, sparse=sparse, kind=fit.sizes.kind)
+        self._model = own_copy(model, sparse=sparse, kind=fit.sizes.kind)
         self.device = model.device
         self.max_rows = min(fit.max_rows, STABLE_ROWS) if stable else fit.max_rows
         self.kernels = kernels_for(own_kernels(), self.device.index)
@@ -121,18 +116,18 @@ class KernelDecoder:
         # under the caller's inference mode weights would become such that cannot be trained
         with torch.inference_mode(False), torch.no_grad():
             self._layers = [
-                self._layer(layer, *pages)
+                decoder_layer(self._model, layer, *pages)
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
             self._in_int4 = self._int4_layers()
             if self._fit.one_kernel:
-                _pad_rows(self._model.lm_head.weight)
+                pad_rows(self._model.lm_head.weight)
             self._head = weight_of(self._model.lm_head).detached()
             self._embeddings = self._model.get_input_embeddings().weight.detach()
             self._last_norm = norm_weight(body.norm)
         reach = min(self.context, (cache.num_pages - 1) * PAGE)
         self._max_pages = pages_for(reach)
-        self._rotary = self._turned_by(reach)
+        self._rotary = rotary_of_layers(self._model, reach)
         self._workspace = attention.open_workspace(self._all_plans(reach), self.device)
         self.whole_steps = self._make_whole_steps()
         self.plan = self._make_plan()
@@ -373,57 +368,6 @@ class KernelDecoder:
                 density=self._density,
             )
 
-    def _turned_by(self, reach: int) -> list[attention.Rotary]:
-        """Of each layer; those of layers of a kind are the same."""
-        kinds = [turned_by(self._model, layer) for layer in self._model.model.layers]
-        D = self._fit.sizes.D
-        made: dict[str | None, attention.Rotary] = {}
-        for kind in set(kinds):
-            if kind is None:
-                made[kind] = attention.Rotary.none(reach, D, self.device)
-            else:
-                rotary = rotary_of(self._model, kind)
-                made[kind] = attention.rotary_tables(rotary, reach, D, self.device)
-        return [made[kind] for kind in kinds]
-
-    def _layer(self, layer: nn.Module, keys: Tensor, values: Tensor) -> DecoderLayer:
-        own, norms = layer.self_attn, norms_of(layer)
-        if norms is None:
-            raise ValueError("the layer has other parts than the decode kernels know")
-        q_norm, k_norm = self._q_and_k_norms(own)
-        D = self._fit.sizes.D
-        of_heads = q_norm is not None and len(q_norm) == D
-        rest = 0, attention.head_width(D) - D
-        attend = attention.AttendLayer(
-            keys,
-            values,
-            own.scaling,
-            kernel_fit.window_of(self._model, own.layer_idx),
-            F.pad(q_norm, rest) if of_heads else None,
-            F.pad(k_norm, rest) if of_heads else None,
-            eps=self._model.config.rms_norm_eps,
-            cap=self._scales.scores_cap,
-        )
-        return DecoderLayer(
-            norms,
-            _qkv(own),
-            attend,
-            weight_of(own.o_proj).detached(),
-            self._ffn_of(layer.mlp),
-            None if of_heads or q_norm is None or k_norm is None else (q_norm, k_norm),
-        )
-
-    def _q_and_k_norms(self, own: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-        """The weights of the norms of q and k, over each head or over all heads; both or none."""
-        if getattr(own, "q_norm", None) is None or getattr(own, "k_norm", None) is None:
-            return None, None
-        return norm_weight(own.q_norm), norm_weight(own.k_norm)
-
-    def _ffn_of(self, mlp: nn.Module) -> FFN:
-        ffn = weights_of(mlp)
-        gate, up, down = (weight.detached() for weight in ffn.weights)
-        return FFN(gate, up, down, ffn.turned)
-
 
 def _mean_density(model: PreTrainedModel) -> float | None:
     """As profiled; None if it was not."""
@@ -438,50 +382,3 @@ def _for_each_token(tables: Tensor, Q: int) -> Tensor:
         return tables
     B, W = tables.shape
     return tables[:, None].expand(B, Q, W).reshape(B * Q, W)
-
-
-def _pad_rows(weight: nn.Parameter) -> None:
-    """Lay `weight` `[V, K]` so that more rows follow in memory, up to a multiple of STEP_QUAD."""
-    V, K = weight.shape
-    rows = -(-V // STEP_QUAD) * STEP_QUAD
-    end = (weight.storage_offset() + rows * K) * weight.itemsize
-    if weight.untyped_storage().nbytes() < end:
-        with torch.inference_mode(weight.is_inference()):
-            weight.data = F.pad(weight.data, (0, 0, 0, rows - V))[:V]
-
-
-def _qkv(own: nn.Module) -> Weight:
-    if hasattr(own, "qkv_proj"):
-        return weight_of(own.qkv_proj).detached()
-    layers = [own.q_proj, own.k_proj, own.v_proj]
-    lay_together(*layers)
-    return joined(*(weight_of(layer).detached() for layer in layers))
-
-
-def _own_copy(model: PreTrainedModel, *, sparse: bool, kind: str) -> PreTrainedModel:
-    """A copy of the modules that shares all parameters, but that each W_down has a place of its own
-    in the layout of the form. Where a sparse form lays it anew, the model's lies there too."""
-    copied = shared_copy(model)
-    for given, own in zip(model.model.layers, copied.model.layers, strict=True):
-        weight, down = given.mlp.down_proj.weight, own.mlp.down_proj
-        with torch.inference_mode(weight.is_inference()):
-            laid = weight.data
-            if kind == "bf16":
-                laid = by_rows_of_neurons(laid) if sparse else laid.contiguous()
-            down.weight = nn.Parameter(laid, requires_grad=False)
-            if sparse:
-                weight.data = laid
-        if sparse and kind != "bf16":
-            if given.mlp.down_proj.turned is None:
-                given.mlp.down_proj.turn()
-            down.turned = given.mlp.down_proj.turned
-    twell: Mapping[str, Any] | None = getattr(model.config, "twell", None)
-    if sparse and twell and not _is_over_twell(copied):
-        put_over_twell(copied, twell)
-        use_kernels(copied, own_kernels())
-        plan_ways(copied)
-    return copied
-
-
-def _is_over_twell(model: PreTrainedModel) -> bool:
-    return any(getattr(ffn, "twell_sources", "") for ffn in gated_ffns(model))
