@@ -9,10 +9,9 @@ import pytest
 import torch
 from compiled import EVERY_CASE
 from edits import json_in, weights_in
-from fits import QUICK
+from fits import fits_of
 from serving_client import get, running
 
-from twellctl.convert import convert
 from twellctl.decoding.pace import Pace
 from twellctl.decoding.rounds import Drafts
 from twellctl.errors import TwellError, UsageError
@@ -44,10 +43,7 @@ def drafts(monkeypatch):
 @pytest.fixture(scope="module")
 def fits(silu_llama, text_file, tmp_path_factory):
     """Fits of `silu_llama` by name; read only."""
-    made = {}
-    for name, how in FITS.items():
-        made[name] = tmp_path_factory.mktemp("fits") / "fit"
-        convert(silu_llama, made[name], data=[str(text_file)], **QUICK | how)
+    made = fits_of(silu_llama, text_file, tmp_path_factory, FITS)
     for name, quantize in EXPORTS.items():
         made[name] = tmp_path_factory.mktemp("exports") / "fit"
         export(made["fit"], made[name], quantize=quantize)

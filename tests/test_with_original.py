@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from edits import json_in, jsonl, weights_in
-from fits import QUICK
+from fits import QUICK, fits_of
 from huggingface_hub.utils import filter_repo_objects
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -33,11 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_answers")
 @pytest.fixture(scope="module")
 def fits(silu_llama, text_file, tmp_path_factory):
     """By name; read only."""
-    made = {}
-    for name, how in FITS.items():
-        made[name] = tmp_path_factory.mktemp("fits") / "fit"
-        convert(silu_llama, made[name], data=[str(text_file)], **QUICK | how)
-    return made
+    return fits_of(silu_llama, text_file, tmp_path_factory, FITS)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from serving_client import running, serving
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.serve_local import load_served_model
+from twellctl.serving import plan
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +29,15 @@ def client(served):
 def reference(relu_llama):
     """`reference(prompt ids, count)`: the greedy tokens of a second copy of the model."""
     return functools.partial(greedy, load_model(open_checkpoint(relu_llama)))
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list:
+    """The messages of each chat that is asked for."""
+    write, made = plan.chat_text, []
+    seeing = lambda t, m, **how: made.append(m) or write(t, m, **how)  # noqa: E731
+    monkeypatch.setattr(plan, "chat_text", seeing)
+    return made
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pytest
 from page_driver import TEXT, speaking
 from serving_client import Scripted, get, serving
 
-from twellctl.serving import plan
 from twellctl.serving.access import Access
 
 pytest.importorskip("selenium", reason="selenium drives the browser")
@@ -22,15 +21,6 @@ class Flickering(Scripted):
 
     def densities(self, place: int) -> tuple[float, ...]:
         return tuple((place * 7 % 11 + 1) * (layer + 1) / 1000 for layer in range(self.num_layers))
-
-
-@pytest.fixture
-def seen(monkeypatch) -> list:
-    """The messages of each chat that is asked for."""
-    write, made = plan.chat_text, []
-    seeing = lambda t, m, **how: made.append(m) or write(t, m, **how)  # noqa: E731
-    monkeypatch.setattr(plan, "chat_text", seeing)
-    return made
 
 
 def test_it_chats_and_streams_and_shows_what_fired(open_page, tokenizer):

@@ -7,7 +7,6 @@ import pytest
 from page_driver import TEXT, Page, speaking
 from serving_client import running
 
-from twellctl.serving import plan
 from twellctl.serving.plan import ServedModel
 
 pytest.importorskip("selenium", reason="selenium drives the browser")
@@ -28,15 +27,6 @@ def open_both(chromium, tokenizer):
             page.run("sessionStorage.clear()")
 
     return opened
-
-
-@pytest.fixture
-def seen(monkeypatch) -> list:
-    """The messages of each chat that is asked for."""
-    write, made = plan.chat_text, []
-    seeing = lambda t, m, **how: made.append(m) or write(t, m, **how)  # noqa: E731
-    monkeypatch.setattr(plan, "chat_text", seeing)
-    return made
 
 
 def choose(page: Page, **chosen: str) -> None:

@@ -55,7 +55,7 @@ class Fit:
     quick: bool = setting(
         False,
         "Least squares alone, on the least text that a fit takes, in the place of --tokens and "
-        "--steps: for a model of 0.5B about a quarter of an hour on two idle cores. It keeps less.",
+        "--steps: for a model of 0.5B half an hour of a processor's time. It keeps less.",
     )
     bits: int | None = setting(
         None,
