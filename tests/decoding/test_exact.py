@@ -36,15 +36,19 @@ def pair(tiny):
     return model, like_a_fit(model)
 
 
-def told(scheduler: Scheduler, prompts: list[list[int]], sampling: Sampling) -> list[list]:
+def told(
+    scheduler: Scheduler, prompts: list[list[int]], sampling: Sampling, *, together: bool = True
+) -> list[list]:
     """What came of each prompt, each with a seed of its own."""
     seeds = [None if sampling.seed is None else sampling.seed + i for i in range(len(prompts))]
     sequences = [
         Sequence(prompt, replace(sampling, seed=seed))
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
-    found = all_of(scheduler, sequences)
-    assert_nothing_is_held(scheduler)
+    found: dict[Sequence, list] = {}
+    for some in [sequences] if together else [[sequence] for sequence in sequences]:
+        found |= all_of(scheduler, some)
+        assert_nothing_is_held(scheduler)
     return [found[sequence] for sequence in sequences]
 
 
@@ -58,9 +62,24 @@ def test_tokens_are_those_of_the_model_alone(pair, prompts, kind, drafts):
     (model, draft), prompts = pair, prompts[:3]
     known = told(open_scheduler(model, stable=True), prompts, SAMPLINGS[kind])
     scheduler = open_scheduler(model, draft=draft, drafts=Drafts(drafts))
-    assert told(scheduler, prompts, SAMPLINGS[kind]) == known
+    for together in (True, False):
+        assert told(scheduler, prompts, SAMPLINGS[kind], together=together) == known
     assert 0.1 < scheduler.tally.drafted.num_kept / scheduler.tally.drafted.num_read < 0.95
     assert scheduler.tally.drafted.passes < scheduler.reports.generated_tokens
+
+
+def test_the_model_drafts_for_one_sequence_alone(pair, prompts):
+    model, draft = pair
+    scheduler = open_scheduler(model, draft=draft, drafts=Drafts(3))
+    run, rows = scheduler.decoder.run, []
+    scheduler.decoder.run = lambda tokens, *inputs, **how: (
+        rows.append(tuple(tokens.shape)) or run(tokens, *inputs, **how)
+    )
+    told(scheduler, [prompts[3]] * 3, Sampling(20, 0))
+    assert (4, 1) in rows  # three rows, and one that fills up
+    assert {Q for B, Q in rows if B > 1} == {1}
+    told(scheduler, prompts[3:4], Sampling(20, 0))
+    assert (1, 4) in rows
 
 
 def test_who_is_beside_changes_nothing(pair, prompts):
@@ -175,7 +194,8 @@ def test_families_with_windows(tiny, prompts):
         model = tiny(family, hidden_act="silu", hidden_activation="silu")
         known = told(open_scheduler(model, stable=True), prompts, Sampling(30, 0))
         scheduler = open_scheduler(model, draft=like_a_fit(model), drafts=Drafts(4))
-        assert told(scheduler, prompts, Sampling(30, 0)) == known
+        for together in (True, False):
+            assert told(scheduler, prompts, Sampling(30, 0), together=together) == known
         assert scheduler.tally.drafted.num_kept
 
 

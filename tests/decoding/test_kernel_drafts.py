@@ -13,6 +13,8 @@ from twellctl.decoding.stable import STABLE_ROWS, why_not_stable
 from twellctl.models.quantised import round_model
 from twellctl.models.schemes import SCHEMES
 
+LOOKUP = 1  # the second drafter
+
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch) -> Kernels:
@@ -38,6 +40,8 @@ def test_a_fit_drafts_for_its_original(
     assert scheduler.decoder.max_rows == STABLE_ROWS
     assert set(scheduler.decoder.ways(1)) == {"dense"}
     assert run_all(scheduler, prompts, Sampling(12, 0))[0] == known
+    for prompt, tokens in zip(prompts, known, strict=True):
+        assert run_all(scheduler, [prompt], Sampling(12, 0))[0] == [tokens]
     assert 0 < scheduler.tally.drafted.num_kept < scheduler.tally.drafted.num_read
     for layer, other in zip(model.model.layers, fit.model.layers, strict=True):
         assert layer.self_attn.o_proj.weight is other.self_attn.o_proj.weight
@@ -48,7 +52,7 @@ def test_more_rows_leave_room_for_fewer_drafts(tiny, monkeypatch, num_rows, num_
     """A stable pass reads no more tokens than products of one order take."""
     model = tiny(**SIZES, intermediate_size=128, hidden_act="silu")
     monkeypatch.setattr(KernelDecoder, "why_not", staticmethod(lambda model: None))
-    how = {"max_running": 20, "draft": like_a_fit(model), "drafts": Drafts(7)}
+    how = {"max_running": 20, "draft": like_a_fit(model), "drafts": Drafts(7, LOOKUP)}
     scheduler = open_scheduler(model, **how)
     read, run = [], scheduler.decoder.run
     scheduler.decoder.run = lambda tokens, *inputs, **how: (

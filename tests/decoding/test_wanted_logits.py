@@ -66,6 +66,6 @@ def test_drafts_are_rough(variant):
     decoder = Asked(1)
     fields, tables = torch.zeros(len(Field), 1, dtype=torch.int32), torch.ones(1, 1).int()
     fields[Field.LIMIT] = 99
-    drafts = ModelDrafter(decoder, 1).draft(fields, tables, 3, variant, None)
+    drafts = ModelDrafter(decoder).draft(fields, tables, 3, variant, None)
     assert drafts.shape == (1, 3)
     assert decoder.wanted == {Wanted.ROUGH}

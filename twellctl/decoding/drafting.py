@@ -3,7 +3,8 @@
 A sparse fit has the attention of its original. So it reads what the original has cached, and writes
 its own keys and values behind that, where the original's pass overwrites them. It draws with the
 noise of the original (sampler.py), under the same penalties: a draft is kept where both have chosen
-alike, whatever the temperature.
+alike, whatever the temperature. It drafts for one sequence at a time: for several a pass of the
+original costs each of them little, and drafts never gained.
 """
 
 from collections.abc import Sequence
@@ -24,13 +25,13 @@ class ModelDrafter:
     """A `Drafter` (rounds.py): what `decoder` writes. It is attached to the cache of the rounds."""
 
     name = "fit"
+    most_drafts = MOST_DRAFTS
+    max_rows: int | None = 1
 
-    def __init__(self, decoder: Decoder, max_rows: int, most_drafts: int = MOST_DRAFTS):
-        self.most_drafts = most_drafts
-        self.max_rows: int | None = min(max_rows, decoder.max_rows or max_rows)
+    def __init__(self, decoder: Decoder):
         self._decoder = decoder
         self._record = Record(decoder.neurons, decoder.vocab_size, decoder.mapped)
-        self._end = StepEnd(self._record, decoder.kernels, self.max_rows, decoder.device)
+        self._end = StepEnd(self._record, decoder.kernels, 1, decoder.device)
 
     def load(self, rows: Sequence[list[int]]) -> None:
         """What it knows of them is cached."""

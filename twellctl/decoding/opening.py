@@ -99,7 +99,7 @@ def open_schedulers(
         # the drafter first: it may lay the head anew, which both share
         for each in (*others, decoder):
             each.attach(cache)
-    drafters: list[Drafter] = [ModelDrafter(other, max_running) for other in others]
+    drafters: list[Drafter] = [*map(ModelDrafter, others)]
     if drafters:
         drafters.append(LookupDrafter(max_running, decoder.context, decoder.device))
     on_gpu = decoder.device.type == "cuda"
