@@ -1,5 +1,7 @@
-"""What follows a step over int4 (emulated_step.py): `refine`, and the bf16 head, on a CPU."""
+"""What follows a step over int4 (emulated_step.py): `refine`, and the bf16 head, on a CPU; and all
+kernels of a decoder."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +13,7 @@ from twellctl.bundle.twell_few import few_linear
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_weights import plain_weight
 from twellctl.decoding.rough_head import Estimate, refine
+from twellctl.decoding.whole_step import DecoderLayer
 
 H200 = Limits(132, 232448, (9, 0))
 FROM_STEP = ("x", "most", "least", "logits")
@@ -24,6 +27,29 @@ class HeadKernels(EmulatedKernels):
         if overlap:
             how["from_previous"] = [args[name] for name in FROM_STEP if name in args]
         super().launch(name, grid, block, args, smem_bytes, **how)
+
+
+class DecoderKernels(HeadKernels):
+    """All of them; `beside`: what a step reads by pointers in memory."""
+
+    beside = ()
+
+    def prepare(self, names) -> None:
+        """They are compiled as they are launched."""
+
+    def launch(self, name, grid, *given, together=False, **how):
+        """As `KernelSet.launch`."""
+        if together:
+            how |= {"at_once": grid[0], "beside": self.beside}
+        super().launch(name, grid, *given, **how)
+
+
+def read_by(layers: Iterable[DecoderLayer]) -> Iterator[Tensor]:
+    """What the table of layers points to."""
+    for layer in layers:
+        yield from (layer.norms.attention, layer.norms.ffn, layer.attend.keys, layer.attend.values)
+        for weight in (layer.qkv, layer.out, *layer.ffn.weights):
+            yield from weight.tensors
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_ways import FEW_WAYS, Way
-from twellctl.decoding import few_ways, kernel_decoder, kernel_fit
+from twellctl.decoding import coded_decoder, few_ways, kernel_decoder, kernel_fit
 from twellctl.decoding.attention import Rotary, head_width
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.rounds import inputs_of
@@ -58,7 +58,8 @@ class Kernels:
 def rotated(heads: Tensor, angles: tuple[Tensor, Tensor], turned: int) -> Tensor:
     cos, sin = (table[:, None] for table in angles)
     halves = rotate_half(heads[..., :turned])
-    return heads * cos + torch.cat((halves, heads[..., turned:]), -1) * sin
+    both = heads * cos + torch.cat((halves, heads[..., turned:]), -1) * sin
+    return both.to(heads.dtype)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -168,7 +169,7 @@ def stand_in(monkeypatch) -> Kernels:
         "takes_hopper_kernels": lambda index: True,
         "rotary_tables": rotary_tables,
     }.items():
-        for module in (kernel_decoder, kernel_fit, kernel_decoder.attention):
+        for module in (coded_decoder, kernel_decoder, kernel_fit, kernel_decoder.attention):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, taken)
     monkeypatch.setattr(few_ways, "few_linear", linear)

@@ -19,7 +19,7 @@ from twellctl.errors import TwellError, UsageError
 
 TINY = {"device": "cpu", "new_tokens": 12, "limit": 2}
 EXACT = ["exact", "exact, 1 draft", "exact, 3 drafts", "exact, 5 drafts", "exact, 7 drafts"]
-FORMS = ["original, stable", "original", "fit alone", *EXACT, "exact, lookup"]
+FORMS = ["original, stable", "original", *EXACT, "exact, lookup", "fit alone"]
 pytestmark = pytest.mark.usefixtures("no_answers")
 
 

@@ -1,13 +1,20 @@
 """The head in 8 bits over int4 layers, emulated: the choice is that of the bf16 head."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from attached import attached
 from compiled import EVERY_CASE
-from emulated_head import H200, Choice, HeadKernels, choice_of, near_ties
+from emulated_head import (
+    H200,
+    Choice,
+    DecoderKernels,
+    HeadKernels,
+    choice_of,
+    near_ties,
+    read_by,
+)
 from emulated_kernels import needs_emulator
 from emulated_step import Done, Model, emulate
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -125,21 +132,6 @@ def test_where_nothing_is_known_all_is_refined():
 # ---- in a decoder
 
 
-class DecoderKernels(HeadKernels):
-    """All of them; `beside`: what a step reads by pointers in memory."""
-
-    beside = ()
-
-    def prepare(self, names) -> None:
-        """They are compiled as they are launched."""
-
-    def launch(self, name, grid, *given, together=False, **how):
-        """As `KernelSet.launch`."""
-        if together:
-            how |= {"at_once": grid[0], "beside": self.beside}
-        super().launch(name, grid, *given, **how)
-
-
 @torch.inference_mode()
 def test_a_decoder_gives_the_logits_that_are_wanted(monkeypatch):
     kernels = DecoderKernels()
@@ -154,7 +146,7 @@ def test_a_decoder_gives_the_logits_that_are_wanted(monkeypatch):
     model.lm_head.weight[255:, 7].view(torch.int16).bitwise_xor_(1)
     round_to_int4(model)
     decoder = attached(KernelDecoder(model), 3)
-    kernels.beside = [*read_by(decoder)]
+    kernels.beside = [*read_by(decoder._in_int4)]
     token = torch.tensor([[7]], dtype=torch.int32)
     inputs = token, token * 0, torch.ones_like(token)
     exact, choice, rough = (decoder.run(*inputs, wanted=w)[0][0, 0] for w in Wanted)
@@ -166,11 +158,3 @@ def test_a_decoder_gives_the_logits_that_are_wanted(monkeypatch):
     assert torch.equal(choice[is_refined], exact[is_refined])
     assert choice.argmax() == exact.argmax()
     assert 0 < (rough - exact).abs().max() < 0.05 * exact.std()
-
-
-def read_by(decoder: KernelDecoder) -> Iterator[torch.Tensor]:
-    """What the table of layers points to."""
-    for layer in decoder._in_int4:
-        yield from (layer.norms.attention, layer.norms.ffn, layer.attend.keys, layer.attend.values)
-        for weight in (layer.qkv, layer.out, *layer.ffn.weights):
-            yield from weight.tensors

@@ -12,10 +12,10 @@ from twellctl.bundle.twell_int4 import expand
 from twellctl.bundle.twell_model import gated_ffns, weights_of
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_rounded_linear import weight_of
-from twellctl.bundle.twell_spec import STEP_QUAD
 from twellctl.bundle.twell_weights import plain_weight
 from twellctl.decoding.families import Norms
-from twellctl.decoding.step_int4 import _moved, by_quads, down_by_neurons, int4_layers
+from twellctl.decoding.int4_layers import int4_layers
+from twellctl.decoding.step_int4 import by_quads, down_by_neurons, from_neurons, from_quads
 from twellctl.decoding.whole_step import DecoderLayer, StepSizes
 from twellctl.models.linear_map import own_neurons
 
@@ -26,27 +26,6 @@ SIZES = StepSizes(1536, 896, 12, 128, 512, "int4")
 def drawn(N: int, K: int, group: int) -> tuple[Tensor, Tensor]:
     codes = torch.randint(-8, 8, (N, K), dtype=torch.int8)
     return codes, torch.randn(N, K // group).bfloat16()
-
-
-def from_quads(laid: Tensor, K: int, group: int) -> tuple[Tensor, Tensor]:
-    """The codes `[N, K]` and scales `[N, K / group]` that `by_quads` laid."""
-    N = STEP_QUAD * len(laid)
-    of_codes = STEP_QUAD * K // 2
-    rows = torch.arange(N, device=laid.device)
-    codes = unpacked(laid[:, :of_codes].reshape(N, -1), rows % STEP_QUAD)
-    return codes, laid[:, of_codes:].contiguous().view(torch.bfloat16).view(N, K // group)
-
-
-def from_neurons(laid: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes `[K, N]` and scales `[K, N / group]` that `down_by_neurons` laid."""
-    quads = torch.arange(len(laid), device=laid.device) // STEP_QUAD
-    return unpacked(laid, quads % STEP_QUAD).t(), scales.t()
-
-
-def unpacked(laid: Tensor, swizzle: Tensor) -> Tensor:
-    """The codes, int8, of rows whose blocks of 64 lie as `swizzle` says."""
-    both = _moved(laid.unflatten(1, (-1, 32)), swizzle).flatten(1).view(torch.int8)
-    return torch.stack([both >> 4, both << 4 >> 4], -1).flatten(1)
 
 
 @pytest.mark.parametrize(

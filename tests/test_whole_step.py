@@ -222,10 +222,27 @@ def test_refine_adds_up_as_few_linear():
             assert (sizes.kind, sizes.halves) == (REFINE.kind, REFINE.halves), name
 
 
-@pytest.mark.parametrize("kind", STEP_KINDS)
+@pytest.mark.parametrize("wanted", Wanted)
+def test_without_a_head_in_8_bits_all_logits_over_int4_are_exact(wanted):
+    kernels, head = OneLaunch(), bf16(510, 2048)
+    sizes = replace(SMALL, N=64, V=510, kind="int4")
+    given = sizes, [int4_layer(None)], bf16(510, 2048), bf16(2048), head
+    given += Rotary(bf16(128, 64), bf16(128, 64), 64), SCALES
+    step = WholeStep(kernels, H200, *given, form="sparse", num_own=48)
+    token, tables = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    logits, _ = step(token, token, tables, wanted)
+    args = kernels.call[3]
+    assert_taken(kernels.call[0], args)
+    assert (logits.shape, args["V"], args["head_scales"]) == ((1, 510), 0, None)
+    ((name, _, _, behind, _),) = kernels.behind
+    assert name == "few_linear_1_short"
+    assert (behind["x"], behind["weight"]) == (args["x"], head)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "e4m3"])
 def test_a_head_in_8_bits_is_for_int4(kind):
     head = bf16(512, 2048)
-    rough = None if kind == "int4" else RoughHead.of(head)
+    rough = RoughHead.of(head)
     given = replace(SMALL, N=64, V=512, kind=kind), [MAKE[kind](None)], head, bf16(2048), head
     rotary = Rotary(bf16(128, 64), bf16(128, 64), 64)
     with pytest.raises(ValueError, match="in 8 bits over int4"):

@@ -132,14 +132,14 @@ def load_served_model(
     model, draft = load_models(checkpoint, original)
     name, *others = names or [_served_name(checkpoint)]
     about = {"device": describe_place(model)}
+    ends = [tokenizer.eos_token_id]
+    engine, *alone = open_engines(model, ends, stable=stable, draft=draft, **how)
     if original is None or draft is None:
         about["engine"] = describe_decoder(model, stable=stable)
     else:
         about["exact"] = f"{name}: the answers of {original.name}, drafted by {checkpoint.name}"
         about["fast"] = f"{name}{FAST}: {checkpoint.name} alone, in the same cache"
         about["engine"] = describe_decoder(model, draft, stable=True)
-    ends = [tokenizer.eos_token_id]
-    engine, *alone = open_engines(model, ends, stable=stable, draft=draft, **how)
     if screens := next(filter(None, (each.screens for each in (engine, *alone))), None):
         about["gates"] = str(screens)
     if engine.plan:

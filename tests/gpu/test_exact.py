@@ -175,6 +175,8 @@ def test_a_sparse_fit_drafts_over_its_own_kernels():
     known = run_all(open_scheduler(model, stable=True), prompts, Sampling(60, 0))[0]
     scheduler = open_scheduler(model, draft=draft, drafts=Drafts(3))
     assert run_all(scheduler, prompts, Sampling(60, 0))[0] == known
+    for prompt, tokens in zip(prompts, known, strict=True):
+        assert run_all(scheduler, [prompt], Sampling(60, 0))[0] == [tokens]
     assert scheduler.tally.drafted.num_kept > 0
 
 

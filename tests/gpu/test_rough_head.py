@@ -9,8 +9,9 @@ from twellctl.bench.random_model import round_to_int4
 from twellctl.decoding.batch import Batch
 from twellctl.decoding.decoder import Wanted
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.kernel_decoder import ONE_KERNEL, KernelDecoder
+from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_scheduler
+from twellctl.decoding.whole_step import ONE_KERNEL
 
 pytestmark = pytest.mark.gpu
 HEADS = {1536: 12, 2048: 16, 3072: 24, 3584: 28, 4096: 32}  # by hidden size

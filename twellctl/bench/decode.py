@@ -22,14 +22,15 @@ from twellctl.bench.decode_results import (
 )
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
 from twellctl.bench.decode_stages import measure_stages
-from twellctl.bench.device import bench_device, device_facts, weight_bytes
+from twellctl.bench.device import bench_device, device_facts, held_bytes
 from twellctl.bench.results import DENSE_FP8, TWELL
 from twellctl.bench.settings import DecodeSettings
 from twellctl.bench.subject import Subject, is_in_fp8, open_subject
 from twellctl.bundle.twell_config import TILE, mapped_neurons
 from twellctl.bundle.twell_model import gated_ffns
 from twellctl.decoding.engine import SCREENED
-from twellctl.decoding.kernel_decoder import ONE_KERNEL, KernelDecoder
+from twellctl.decoding.kernel_decoder import KernelDecoder
+from twellctl.decoding.whole_step import ONE_KERNEL
 from twellctl.errors import TwellError, UsageError, first_line
 from twellctl.firing.counts import count_layers
 from twellctl.models.loading import fingerprint
@@ -183,7 +184,7 @@ class _Run:
             judged.shortfall if self.judges_dense or form.kind == TWELL else None,
             floor,
             floor / self.bandwidth,
-            weight_bytes(opened.model),
+            held_bytes(opened.model, opened.decoder),
             way,
             is_in_fp8(opened.model),
             self._stages(opened, way) if batch == 1 else (),

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from twellctl.bench.device import bench_device, device_facts, give_back, weight_bytes
+from twellctl.bench.device import bench_device, device_facts, give_back, held_bytes
 from twellctl.bench.exact_results import (
     EXACT,
     FIT,
@@ -88,9 +88,9 @@ def _forms(model: PreTrainedModel, draft: PreTrainedModel, gates: str) -> dict[s
     return {
         STABLE: {"model": model, "stable": True},
         ORIGINAL: {"model": model},
-        FIT: {"model": draft, "gates": gates},
         EXACT: exact,
         **{name: exact | {"drafts": each} for name, each in drafts.items()},
+        FIT: {"model": draft, "gates": gates},  # which may expand it
     }
 
 
@@ -108,7 +108,7 @@ class _Run:
     def add(self, name: str, **how: Any) -> None:
         """Open an engine (`how`: as of `open_scheduler`), and let it answer at each batch size."""
         scheduler = open_scheduler(max_running=max(self._found), **how)
-        weights = weight_bytes(*(how[each] for each in ("model", "draft") if each in how))
+        weights = held_bytes(scheduler)
         try:
             for batch, found in self._found.items():
                 self._note(f"{name}: batch {batch}")

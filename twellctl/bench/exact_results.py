@@ -17,7 +17,7 @@ class ExactForm:
 
     `rates`: tokens a second of each group of prompts that was answered together, None where there
     were too few. `differing`: prompts whose token ids are not those of the stable original.
-    `weight_bytes`: of all models of the engine in memory.
+    `weight_bytes`: all that the engine holds but its cache.
     """
 
     name: str

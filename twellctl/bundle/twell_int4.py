@@ -9,7 +9,7 @@ Instead of a weight `[N, K]` a file holds
 
 The weight is code times scale, rounded to the dtype of the scale. A model is computed from such
 weights: they are expanded when it is loaded, in the dtype that it is loaded in, so that in float32
-nothing is rounded a second time.
+nothing is rounded a second time. Who reads codes themselves asks for a model that is still packed.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, group_size: int):
         """Without values yet; sizes, dtype, device and the bias are those of `linear`."""
         super().__init__()
-        N, K = linear.weight.shape
+        self.out_features, self.in_features = N, K = linear.weight.shape
         device = linear.weight.device
 
         def part(*size: int, dtype: torch.dtype) -> nn.Parameter:
@@ -79,15 +79,20 @@ class PackedLinear(nn.Module):
     @property
     def expanded(self) -> nn.Linear:
         """The linear layer of these weights, which keeps them beside what they are expanded to."""
-        weight = expand(unpack(self.weight_packed), self.weight_scale)
-        layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        layer.bias = self.bias
-        keep_packed(layer, self.weight_packed.data, self.weight_scale.data)
-        return layer
+        return expanded_layer(self.weight_packed.data, self.weight_scale.data, self.bias)
 
 
 # ---- what an expanded layer keeps, in no state_dict
+
+
+def expanded_layer(packed: Tensor, scales: Tensor, bias: Tensor | None) -> nn.Linear:
+    """The linear layer of weights that are packed, which keeps them."""
+    weight = expand(unpack(packed), scales)
+    layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.bias = bias
+    keep_packed(layer, packed, scales)
+    return layer
 
 
 def keep_packed(layer: nn.Linear, packed: Tensor, scales: Tensor) -> None:
@@ -96,15 +101,18 @@ def keep_packed(layer: nn.Linear, packed: Tensor, scales: Tensor) -> None:
     layer.register_buffer("packed_scale", scales, persistent=False)
 
 
-def kept_group_size(layer: nn.Linear) -> int | None:
+def kept_group_size(layer: nn.Linear | PackedLinear) -> int | None:
     """How many inputs share a scale in what `layer` keeps; None if it keeps nothing."""
-    scales = getattr(layer, "packed_scale", None)
+    name = "weight_scale" if isinstance(layer, PackedLinear) else "packed_scale"
+    scales = getattr(layer, name, None)
     return None if scales is None else layer.in_features // scales.shape[1]
 
 
-def kept_codes(layer: nn.Linear) -> tuple[Tensor, Tensor] | None:
+def kept_codes(layer: nn.Linear | PackedLinear) -> tuple[Tensor, Tensor] | None:
     """int8 codes `[N, K]` and scales `[N, K / G]` that the weight of `layer` is; None if it keeps
     none, or was changed since."""
+    if isinstance(layer, PackedLinear):
+        return unpack(layer.weight_packed), layer.weight_scale
     packed, scales = getattr(layer, "packed", None), getattr(layer, "packed_scale", None)
     if packed is None or scales is None or scales.dtype != layer.weight.dtype:
         return None

@@ -110,7 +110,7 @@ def read_as_relu(model: nn.Module, twell: Mapping[str, Any]) -> None:
     for ffn, sharpness in zip(gated_ffns(model), twell["sharpness"], strict=True):
         silu = stays_silu(sharpness)
         activation = PartlySilu(silu) if silu else nn.ReLU()
-        setattr(ffn, activation_name(ffn), activation.to(ffn.down_proj.weight.device))
+        setattr(ffn, activation_name(ffn), activation.to(next(ffn.parameters()).device))
 
 
 class TwellFFN:

@@ -120,22 +120,34 @@ def expand_packed_layers(model: nn.Module) -> None:
 class RoundedConfig(QuantizationConfigMixin):
     """The block "quantization_config" of a rounded model, while it is in memory."""
 
-    def __init__(self, kind: str, ignore: list[str], group_size: int | None = None, **stored: Any):
-        """`ignore`: names of the linear layers that are not rounded; `kind` tells the rest."""
+    def __init__(
+        self,
+        kind: str,
+        ignore: list[str],
+        group_size: int | None = None,
+        packed: bool = False,
+        **stored: Any,
+    ):
+        """`ignore`: names of the linear layers that are not rounded; `kind` tells the rest.
+        `packed`: layers in int4 stay as they are stored."""
         self.quant_method, self.kind = METHOD, kind
-        self.ignore, self.group_size = ignore, group_size
+        self.ignore, self.group_size, self.packed = ignore, group_size, packed
 
     def to_dict(self) -> dict[str, Any]:
         """As config.json has it."""
         return quantization_config(self.kind, self.ignore, self.group_size)
 
 
-def with_own_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """`config`; of a rounded model a copy by which transformers loads it with this module."""
+def with_own_layers(config: PreTrainedConfig, *, packed: bool = False) -> PreTrainedConfig:
+    """`config`; of a rounded model a copy by which transformers loads it with this module.
+
+    `packed`: layers in int4 become `PackedLinear`, which none can run.
+    """
     if (kind := rounded_kind(vars(config))) is None:
         return config
     own, stored = copy.copy(config), config.quantization_config
     how = {"quant_method": METHOD, "kind": kind, "group_size": group_size_of(stored)}
+    how["packed"] = packed
     own.quantization_config = stored | how
     return own
 
@@ -143,7 +155,7 @@ def with_own_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 class RoundedQuantizer(HfQuantizer):
     """Replaces linear layers by `RoundedLinear` ones; what is stored is loaded as it is.
 
-    int4 is expanded once it is there: the model is then a plain one.
+    int4 is expanded once it is there, unless it is to stay packed: the model is then a plain one.
     """
 
     def _process_model_before_weight_loading(self, model, **how):
@@ -155,7 +167,8 @@ class RoundedQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model, **how):
         if self.quantization_config.kind == "int4":
-            expand_packed_layers(model)
+            if not self.quantization_config.packed:
+                expand_packed_layers(model)
             self.remove_quantization_config(model)
         return model.requires_grad_(False)
 

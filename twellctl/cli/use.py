@@ -257,7 +257,8 @@ def serve_local(
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page.
 
-    With --exact there are two models: NAME, the original's answers, and NAME-fast, MODEL alone.
+    With --exact there are two models: NAME, the original's answers, and NAME-fast, MODEL alone (in
+    4 bits one request at a time).
     Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, and /metrics for
     Prometheus; /v1 lists them all. The page at / shows what share of each layer's neurons fires for
     each token. Without a key, only this machine is served. Ctrl-C stops the server once running

@@ -55,20 +55,25 @@ from twellctl.decoding.decoder import Wanted, buckets
 from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.families import norm_weight, scales_of
 from twellctl.decoding.few_ways import DENSE, few_ways, linear, with_activation
+from twellctl.decoding.int4_layers import int4_layers, takes_int4
 from twellctl.decoding.kernel_layers import decoder_layer, own_copy, pad_rows, rotary_of_layers
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.rough_head import RoughHead
 from twellctl.decoding.screening import open_screens
 from twellctl.decoding.stable import STABLE_ROWS
-from twellctl.decoding.step_int4 import int4_layers, takes_int4
 from twellctl.decoding.step_plan import Pass, plan_steps
 from twellctl.decoding.torch_decoder import TorchDecoder
-from twellctl.decoding.whole_step import DecoderLayer, StepSizes, WholeStep, takes_mapped
+from twellctl.decoding.whole_step import (
+    DecoderLayer,
+    StepSizes,
+    WholeStep,
+    forms_of_step,
+    takes_mapped,
+)
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.linear_map import own_neurons
 
-ONE_KERNEL = ("one kernel", "one dense kernel", "one screened kernel")
 _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positions
 
 
@@ -120,8 +125,8 @@ class KernelDecoder:
                 for layer, *pages in zip(body.layers, cache.keys, cache.values, strict=True)
             ]
             self._in_int4 = self._int4_layers()
-            if self._fit.one_kernel:
-                pad_rows(self._model.lm_head.weight)
+            if self._fit.one_kernel and not self.stable and not self._in_int4:
+                pad_rows(self._model.lm_head.weight)  # which that kernel reads
             self._head = weight_of(self._model.lm_head).detached()
             self._embeddings = self._model.get_input_embeddings().weight.detach()
             self._last_norm = norm_weight(body.norm)
@@ -269,17 +274,15 @@ class KernelDecoder:
         if self._in_int4:  # else that would be done in a capture, if plans are known
             taken = ["sparse", "dense"] if self._sparse else ["dense"]
             self.kernels.prepare([*(sizes.entry(form) for form in taken), "refine"])
-        is_silu = self._fit.is_silu
-        dense = {"one dense kernel": make(form="dense", num_own=sizes.N, is_silu=is_silu)}
-        if not self._sparse:
-            return dense
-        own = self._own_neurons
-        takes = takes_mapped(sizes, own, "sparse", self._limits)
-        forms = {"one kernel": make(form="sparse", num_own=own if takes else sizes.N)}
-        if self.screens:
-            screened = make(form="screened", num_own=own, screens=self.screens.layers)
-            forms["one screened kernel"] = screened
-        return forms | dense
+        return forms_of_step(
+            make,
+            sizes,
+            self._limits,
+            sparse=self._sparse,
+            num_own=self._own_neurons if self._sparse else 0,
+            is_silu=self._fit.is_silu,
+            screens=self.screens.layers if self.screens else None,
+        )
 
     def _int4_layers(self) -> list[DecoderLayer] | None:
         """For steps of one row, if the model was expanded from int4; weights are laid anew once."""

@@ -3,7 +3,7 @@
 Each `why_not` is None or a sentence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ from twellctl.bundle.twell_rounded_linear import RoundedLinear, weight_of
 from twellctl.bundle.twell_spec import KINDS, PAGE, few_entries
 from twellctl.decoding import families
 from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
+from twellctl.decoding.coded_linear import CODED, linears_of
 from twellctl.decoding.few_ways import OWN_PRODUCTS
+from twellctl.decoding.int4_layers import takes_int4
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.decoding.whole_step import StepSizes, why_no_whole_step
 from twellctl.here.own_kernels import own_kernels
@@ -55,7 +57,8 @@ def fit_of(model: PreTrainedModel) -> Fit:
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """None if the decode kernels can drive `model`, else what stands against it."""
+    """None if the decode kernels can drive `model`, else what stands against it. Linear layers that
+    are codes alone count as what they are once they are expanded."""
     name, config = type(model).__name__, model.config
     if (said := TorchDecoder.why_not(model)) is not None:
         return said
@@ -65,7 +68,8 @@ def why_not(model: PreTrainedModel) -> str | None:
     if any(getattr(weight.scales, "dtype", None) != torch.float32 for weight in rounded):
         return "the decode kernels take rounded weights with scales in float32"
     known = {id(part) for weight in rounded for part in (weight.values, weight.scales)}
-    dtypes = {parameter.dtype for parameter in model.parameters() if id(parameter) not in known}
+    floats = (p for p in model.parameters() if p.is_floating_point() and id(p) not in known)
+    dtypes = {parameter.dtype for parameter in floats}
     if other := dtypes - {torch.bfloat16}:
         return f"the decode kernels take bf16, not {str(other.pop()).removeprefix('torch.')}"
     if config.model_type not in families.FAMILIES:
@@ -102,6 +106,19 @@ def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     if not takes_hopper_kernels(model.device.index):
         return "a step in one kernel is for Hopper"
     return why_no_whole_step(step_sizes(model), device_limits(model.device.index))
+
+
+def why_not_coded(model: PreTrainedModel) -> str | None:
+    """None if its layers are codes alone, and steps of one row are one launch over them."""
+    layers = model.model.layers
+    if not all(isinstance(linear, CODED) for linear in linears_of(layers)):
+        return "the linear layers are more than codes of 4 bits"
+    if said := why_not(model) or why_not_one_kernel(model):
+        return said
+    sizes = replace(step_sizes(model), kind="int4")
+    if takes_int4(layers, sizes, device_limits(model.device.index)):
+        return None
+    return "a step in one kernel takes codes of other groups, or other sizes"
 
 
 def why_not_screened(model: PreTrainedModel) -> str | None:
@@ -152,7 +169,7 @@ def step_sizes(model: PreTrainedModel) -> StepSizes:
 
 def weights_kind(model: PreTrainedModel) -> str:
     """The kind of weights of the layers (twell_spec.KINDS)."""
-    return weight_of(model.model.layers[0].self_attn.o_proj).kind
+    return _kind_of(model.model.layers[0].self_attn.o_proj)
 
 
 def head_dim(model: PreTrainedModel) -> int:
@@ -213,15 +230,19 @@ def _why_not_layers(model: PreTrainedModel) -> str | None:
             if not hasattr(linear, "out_features"):
                 continue
             is_rounded = is_plain(linear, RoundedLinear)
-            if not is_plain(linear, nn.Linear) and not is_rounded:
+            if not (is_plain(linear, nn.Linear) or is_rounded or isinstance(linear, CODED)):
                 what = type(linear).__name__
                 return f"{part} of {name} is not a plain linear layer ({what})"
-            if (kind := weight_of(linear).kind) != weights_kind(model):
+            if (kind := _kind_of(linear)) != weights_kind(model):
                 return f"{part} of {name} is {kind}, other layers are {weights_kind(model)}"
             step = KINDS[kind].step
             if linear.in_features % step and (is_rounded or part not in _ANY_INPUTS):
                 return f"{part} of {name} has {linear.in_features} inputs, no multiple of {step}"
     return None
+
+
+def _kind_of(linear: nn.Module) -> str:
+    return "bf16" if isinstance(linear, CODED) else weight_of(linear).kind
 
 
 def _is_like_llama(model: PreTrainedModel) -> bool:

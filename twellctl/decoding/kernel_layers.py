@@ -2,7 +2,7 @@
 decoder, and of each layer what the kernels take.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from twellctl.bundle.twell_spec import STEP_QUAD
 from twellctl.bundle.twell_weights import FFN, Weight, joined, lay_together
 from twellctl.decoding import attention
 from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
+from twellctl.decoding.int4_layers import CodedLayer
 from twellctl.decoding.kernel_fit import head_dim, window_of
+from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.whole_step import DecoderLayer
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.loading import shared_copy
@@ -59,6 +61,27 @@ def decoder_layer(
 ) -> DecoderLayer:
     """Of `layer`, one of `model`, whose `keys` and `values` `[pages, Hkv, PAGE, head_width]` are
     cached. `ValueError` for a layer that the kernels do not know."""
+    own = layer.self_attn
+    weights = _qkv(own), weight_of(own.o_proj).detached(), _ffn_of(layer.mlp)
+    return layer_over(weights, model, layer, keys, values)
+
+
+def coded_layers(
+    model: PreTrainedModel, coded: Sequence[CodedLayer], cache: PagedCache
+) -> list[DecoderLayer]:
+    """All layers of `model`, which are `coded`."""
+    of_all = zip(coded, model.model.layers, cache.keys, cache.values, strict=True)
+    return [layer_over(codes.weights, model, *given) for codes, *given in of_all]
+
+
+def layer_over(
+    weights: tuple[Weight, Weight, FFN],
+    model: PreTrainedModel,
+    layer: nn.Module,
+    keys: Tensor,
+    values: Tensor,
+) -> DecoderLayer:
+    """As `decoder_layer`; `weights` to q, k and v, to o and of the FFN."""
     own, norms = layer.self_attn, norms_of(layer)
     if norms is None:
         raise ValueError("the layer has other parts than the decode kernels know")
@@ -76,14 +99,9 @@ def decoder_layer(
         eps=model.config.rms_norm_eps,
         cap=scales_of(model).scores_cap,
     )
-    return DecoderLayer(
-        norms,
-        _qkv(own),
-        attend,
-        weight_of(own.o_proj).detached(),
-        _ffn_of(layer.mlp),
-        None if of_heads or q_norm is None or k_norm is None else (q_norm, k_norm),
-    )
+    of_all_heads = None if of_heads or q_norm is None or k_norm is None else (q_norm, k_norm)
+    qkv, out, ffn = weights
+    return DecoderLayer(norms, qkv, attend, out, ffn, of_all_heads)
 
 
 def rotary_of_layers(model: PreTrainedModel, reach: int) -> list[attention.Rotary]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from twellctl.decoding.coded_decoder import CodedDecoder
+from twellctl.decoding.coded_linear import expand_layers
 from twellctl.decoding.decode_engine import DecodeEngine
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.drafting import ModelDrafter
@@ -80,6 +82,7 @@ def open_schedulers(
     name. `cache_bytes` bounds the key-value cache; None: a share of the GPU's free memory, or
     `CPU_CACHE_BYTES`. `gates` as of `KernelDecoder`. `decoder`: another one than
     `open_decoder` would choose. `stable`: tokens do not depend on who is beside (stable.py).
+    Layers of a model that was loaded packed are expanded, unless the decoder takes codes alone.
 
     `draft`: a model with the attention of `model`, a fit of it, that drafts (drafting.py); the
     tokens are those of `model`, stably. What the text repeats is drafted, too (lookup.py).
@@ -91,7 +94,8 @@ def open_schedulers(
     if draft is not None:
         decoders = open_pair(model, draft, gates)
     elif not decoders:
-        decoders = [open_decoder(model, gates, stable=stable)]
+        alone = max_running == 1
+        decoders = [open_decoder(model, gates, stable=stable, alone=alone)]
     decoder, *others = decoders
     pages = num_pages(decoder, cache_bytes, max_running, decoder.context)
     with torch.inference_mode():
@@ -113,23 +117,39 @@ def open_schedulers(
     return made
 
 
-def open_decoder(model: PreTrainedModel, gates: str = WHOLE, *, stable: bool = False) -> Decoder:
-    """The best decoder that can drive `model`; a slow one is logged."""
+def open_decoder(
+    model: PreTrainedModel, gates: str = WHOLE, *, stable: bool = False, alone: bool = False
+) -> Decoder:
+    """The best decoder that can drive `model`; a slow one is logged. `alone`: for one sequence at a
+    time, which needs no weights beside codes of 4 bits."""
+    if alone and not stable and CodedDecoder.why_not(model) is None:
+        return CodedDecoder(model)
+    expand_layers(model)
     kind = _chosen(model, stable=stable)
     how: dict[str, Any] = {} if kind is LoneDecoder else {"stable": stable}
     return kind(model, **how, **_gates_of(kind, gates))
 
 
 def open_pair(model: PreTrainedModel, draft: PreTrainedModel, gates: str = WHOLE) -> list[Decoder]:
-    """Decoders of one kind, for one cache: a stable one of `model`, and one of `draft`."""
+    """Two for one cache: a stable one of `model`, and one of `draft`, of the same kind or over
+    codes alone."""
     kind, why = _choose(model, draft, stable=True)
     if kind is LoneDecoder:
         raise TwellError(f"exact answers need a cache that two models share: {why}")
     _chosen(model, draft, stable=True)
-    found = [kind(model, stable=True), kind(draft, **_gates_of(kind, gates))]
+    first: Decoder = kind(model, stable=True)
+    found = [first, _open_draft(kind, draft, gates)]
     if found[0].shapes != found[1].shapes:
         raise TwellError("the two models do not cache keys and values of the same shapes")
     return found
+
+
+def _open_draft(kind: Any, draft: PreTrainedModel, gates: str) -> Decoder:
+    """Beside a decoder of `kind`, whose head it reads."""
+    if kind is KernelDecoder and CodedDecoder.why_not(draft) is None:
+        return CodedDecoder(draft, rough=False)
+    expand_layers(draft)
+    return kind(draft, **_gates_of(kind, gates))
 
 
 def _gates_of(kind: Any, gates: str) -> dict[str, Any]:

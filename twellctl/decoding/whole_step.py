@@ -2,7 +2,7 @@
 models and GPUs that it takes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,11 @@ from twellctl.decoding.rough_head import Estimate, RoughHead, refine
 from twellctl.decoding.screened import Screen
 
 _THREADS = 32 * (spec.STEP_WARPS + 1)  # a warp asks for weights
+ONE_SPARSE, ONE_DENSE, ONE_SCREENED = ONE_KERNEL = (
+    "one kernel",
+    "one dense kernel",
+    "one screened kernel",
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class WholeStep:
 
     Over int4 the kernel reads the head in 8 bits, `rough`, or none at all: exact logits are a
     product of their own (few_linear), and where the choice alone must be exact, so are the logits
-    that may be the largest (rough_head.py).
+    that may be the largest (rough_head.py). Without `rough` all logits are exact.
     """
 
     def __init__(
@@ -116,8 +121,8 @@ class WholeStep:
         """`form`: one of STEP_FORMS; the first `num_own` neurons have gates of their own; `screens`
         of all layers for "screened"; `is_silu`: the dense form has SiLU in the place of ReLU;
         `rough` over int4 alone."""
-        if (rough is None) == (sizes.kind == "int4"):
-            raise ValueError("the kernel of a whole step reads the head in 8 bits over int4")
+        if rough is not None and sizes.kind != "int4":
+            raise ValueError("the kernel of a whole step reads the head in 8 bits over int4 alone")
         self._kernels, self._limits, self._sizes = kernels, limits, sizes
         self._entry, self._is_silu = sizes.entry(form), is_silu
         self._layers, self._screens = layers, screens  # the table holds pointers to them
@@ -155,7 +160,7 @@ class WholeStep:
         embeddings, V = self._embeddings, ceil_div(sizes.V, spec.STEP_QUAD) * spec.STEP_QUAD
         if (scale := self._scales.embeddings) != 1:  # a table of one row
             embeddings, tokens = F.embedding(tokens, embeddings) * scale, torch.zeros_like(tokens)
-        if rough is not None and wanted is Wanted.EXACT:
+        if self._is_exact(wanted):
             V = 0  # see _logits
         counts = torch.empty(len(self._layers), 1, dtype=torch.int32, device=device)
         made = Estimate.empty(V, sizes.K, self._limits.num_sms, device)
@@ -196,15 +201,40 @@ class WholeStep:
         )
         return self._scales.of_model(self._logits(made, wanted)), counts
 
+    def _is_exact(self, wanted: Wanted) -> bool:
+        """Whether the logits are a product behind the kernel."""
+        return self._sizes.kind == "int4" and (self._rough is None or wanted is Wanted.EXACT)
+
     def _logits(self, made: Estimate, wanted: Wanted) -> Tensor:
         """`[1, V]`, behind the kernel, which has `made` all but exact ones over int4."""
-        if self._rough is None or wanted is Wanted.ROUGH:
-            return made.logits[:, : self._sizes.V]
-        if wanted is Wanted.EXACT:
+        if self._is_exact(wanted):
             given = self._kernels, self._limits, made.x, plain_weight(self._head)
             return few_linear(*given, wide=True, overlap=True)
-        refine(self._kernels, self._head, made)
+        if self._rough is not None and wanted is Wanted.CHOICE:
+            refine(self._kernels, self._head, made)
         return made.logits[:, : self._sizes.V]
+
+
+def forms_of_step(
+    make: Callable[..., WholeStep],
+    sizes: StepSizes,
+    limits: Limits,
+    *,
+    sparse: bool,
+    num_own: int,
+    is_silu: bool,
+    screens: Sequence[Screen] | None = None,
+) -> dict[str, WholeStep]:
+    """By name, the first by rule; `make`: a `WholeStep` but for its form. `num_own` neurons have
+    gates of their own, if the model is `sparse`."""
+    dense = {ONE_DENSE: make(form="dense", num_own=sizes.N, is_silu=is_silu)}
+    if not sparse:
+        return dense
+    takes = takes_mapped(sizes, num_own, "sparse", limits)
+    forms = {ONE_SPARSE: make(form="sparse", num_own=num_own if takes else sizes.N)}
+    if screens is not None:
+        forms[ONE_SCREENED] = make(form="screened", num_own=num_own, screens=screens)
+    return forms | dense
 
 
 def _words_of(layer: DecoderLayer, screen: Screen | None, num_own: int) -> list[int]:

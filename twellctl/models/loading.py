@@ -85,16 +85,20 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     activation: str | None = None,
+    packed: bool = False,
 ) -> PreTrainedModel:
     """The model in eval mode, of the stock class.
 
     `dtype` None keeps the stored one. `activation` runs the weights with another `hidden_act` (a
-    freshly converted model with the SiLU it had).
+    freshly converted model with the SiLU it had). `packed`: layers in 4 bits are not expanded, and
+    none can run before they are, or codes are laid for kernels (decoding/coded_linear.py).
     `TwellError` for what transformers cannot load, and for a weight that is NaN or infinite.
     """
     device = device or default_device()
-    extra = {} if activation is None else {checkpoint.activation_key: activation}
-    model = _loaded(checkpoint, dtype=dtype or "auto", **extra).to(device).eval()
+    extra: dict[str, Any] = {"dtype": dtype or "auto"}
+    if activation is not None:
+        extra[checkpoint.activation_key] = activation
+    model = _loaded(checkpoint, packed, **extra).to(device).eval()
     if checkpoint.silu_form:
         undo(model, checkpoint.silu_form)
         if activation is None:
@@ -205,12 +209,12 @@ def _config(checkpoint: Checkpoint, **changes: Any) -> PretrainedConfig:
     return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False, **changes)
 
 
-def _loaded(checkpoint: Checkpoint, **how: Any) -> PreTrainedModel:
+def _loaded(checkpoint: Checkpoint, packed: bool = False, **how: Any) -> PreTrainedModel:
     """The stock model with its weights; `TwellError` if one is missing or of another shape."""
     with _no_model_of(checkpoint):
         if checkpoint.scheme or checkpoint.corrections:
             config = _config(checkpoint, **{k: how.pop(k) for k in ACTIVATION_KEYS if k in how})
-            how["config"] = config_with_own_layers(checkpoint, config)
+            how["config"] = config_with_own_layers(checkpoint, config, packed=packed)
         model, found = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
             trust_remote_code=False,
@@ -243,7 +247,7 @@ def refuse_not_finite(checkpoint: Checkpoint, named: Iterable[tuple[str, Tensor]
     ends = torch.stack([_ends(t) for t in floats.values()])
     for name, sound in zip(floats, ends.isfinite().all(1).tolist(), strict=True):
         if not sound:
-            stored = checkpoint.tensors.get(name)
+            stored = checkpoint.tensors.get(name) or checkpoint.stored.get(name)
             file = checkpoint.path / (stored.shard if stored else "config.json")
             raise TwellError(
                 f"{name} holds NaN or infinity ({file}): fetch it again, or go back to a "

@@ -117,16 +117,20 @@ def load_models(
     model: Checkpoint, original: Checkpoint | None = None
 ) -> tuple["PreTrainedModel", "PreTrainedModel | None"]:
     """The model whose answers are wanted, and one that drafts for it: `model`, None without an
-    `original`. Both on the default device; `TwellError` as in `load_model` and `load_pair`."""
+    `original`. Both on the default device, layers in 4 bits packed; `TwellError` as in `load_model`
+    and `load_pair`."""
     from twellctl.models.loading import load_model
 
-    return (load_model(model), None) if original is None else load_pair(original, model)
+    if original is None:
+        return load_model(model, packed=True), None
+    return load_pair(original, model)
 
 
 def load_pair(
     original: Checkpoint, fit: Checkpoint, device: "torch.device | None" = None
 ) -> tuple["PreTrainedModel", "PreTrainedModel"]:
-    """Both models on `device`, None: the default one; what is equal in them is one tensor.
+    """Both models on `device`, None: the default one; what is equal in them is one tensor. Layers
+    of the fit in 4 bits are packed.
 
     `TwellError` for a fit that differs in more than FFNs, and rounded layers.
     """
@@ -135,7 +139,7 @@ def load_pair(
     from twellctl.models.loading import default_device, load_model
 
     cpu = torch.device("cpu")
-    models = load_model(original, device=cpu), load_model(fit, device=cpu)
+    models = load_model(original, device=cpu), load_model(fit, device=cpu, packed=True)
     may_differ = is_of_layers if fit.scheme else lambda name: False
     if (name := share_equal(*models, may_differ)) is not None:
         raise not_made_from(fit, original, name)

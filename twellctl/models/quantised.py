@@ -25,9 +25,12 @@ from twellctl.models.schemes import Scheme
 _WEIGHT = ".weight"
 
 
-def config_with_own_layers(checkpoint: Checkpoint, config: PretrainedConfig) -> PretrainedConfig:
-    """`config`; for a quantised checkpoint a copy that loads its layers by the bundle's classes."""
-    return config if checkpoint.scheme is None else with_own_layers(config)
+def config_with_own_layers(
+    checkpoint: Checkpoint, config: PretrainedConfig, *, packed: bool = False
+) -> PretrainedConfig:
+    """`config`; for a quantised checkpoint a copy that loads its layers by the bundle's classes.
+    `packed`: codes of 4 bits are not expanded."""
+    return config if checkpoint.scheme is None else with_own_layers(config, packed=packed)
 
 
 def kept_layers(model: PreTrainedModel) -> list[str]:

@@ -90,7 +90,7 @@ def scaled(tensor: Tensor, factor: Tensor) -> Tensor:
 @torch.no_grad()
 def undo(model: nn.Module, form: dict) -> None:
     """Take the form out of the weights of `model`, as loaded from a folder that has it."""
-    size = gated_ffns(model)[0].down_proj.weight.shape[1]
+    size = gated_ffns(model)[0].down_proj.in_features
     for name, factor in factors((named := dict(model.named_parameters())), form, size).items():
         named[name].data = scaled(named[name].data, 1 / factor)
         kept = model.get_submodule(name.rpartition(".")[0])

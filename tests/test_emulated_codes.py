@@ -1,0 +1,76 @@
+"""Codes of 4 bits alone, emulated: weights that kernels expand are those of `expand`, to the bit,
+and steps over codes say what the model says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attached import attached
+from compiled import EVERY_CASE
+from emulated_head import H200, DecoderKernels, read_by
+from emulated_kernels import EmulatedKernels, needs_emulator
+from packed_models import packed
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from twellctl.bundle.twell_int4 import expand
+from twellctl.decoding import coded_decoder, kernel_fit
+from twellctl.decoding.coded_decoder import CodedDecoder
+from twellctl.decoding.decoder import Wanted
+from twellctl.decoding.step_int4 import by_quads, down_by_neurons, expand_neurons, expand_quads
+from twellctl.decoding.torch_decoder import padded
+
+WIDE = {"hidden_size": 1536, "num_attention_heads": 12, "vocab_size": 510, "hidden_act": "relu"}
+WIDE |= {"intermediate_size": 512, "num_hidden_layers": 2, "num_key_value_heads": 2}
+WIDE |= {"max_position_embeddings": 128, "initializer_range": 0.03}
+pytestmark = needs_emulator
+SIZES = [(36, 1536, 64, 64), (8, 2048, 128, 64), (20, 3584, 128, 128)]  # N, K, groups: stored, laid
+
+
+def drawn(N: int, K: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All codes, and scales of all sizes."""
+    generator = torch.Generator().manual_seed(N)
+    codes = torch.randint(-8, 8, (N, K), dtype=torch.int8, generator=generator)
+    sizes = torch.randint(-20, 20, (N, K // group), generator=generator)
+    return codes, (torch.randn(N, K // group, generator=generator) * 2.0**sizes).bfloat16()
+
+
+@pytest.mark.parametrize(("N", "K", "stored", "group"), SIZES)
+def test_rows_by_quads(N, K, stored, group):
+    codes, scales = drawn(N, K, stored)
+    made = expand_quads(EmulatedKernels(), by_quads(codes, scales, group), K, group)
+    assert torch.equal(made, expand(codes, scales))
+
+
+@pytest.mark.parametrize(("N", "stored", "group"), [(640, 64, 64), (256, 128, 64), (384, 128, 128)])
+def test_down_by_neurons(N, stored, group):
+    codes, scales = drawn(768, N, stored)
+    laid = down_by_neurons(codes, scales, group)
+    made = expand_neurons(EmulatedKernels(), *laid, group)
+    assert torch.equal(made.t(), expand(codes, scales))
+
+
+@pytest.mark.parametrize("rough", [True, False] if EVERY_CASE else [False])
+@torch.inference_mode()
+def test_a_decoder_over_codes_alone(monkeypatch, rough):
+    """Its step says what the model's own forward says over weights that are expanded."""
+    kernels = DecoderKernels()
+    for module in (coded_decoder, kernel_fit):
+        monkeypatch.setattr(module, "kernels_for", lambda sources, index: kernels)
+        monkeypatch.setattr(module, "device_limits", lambda index: replace(H200, num_sms=96))
+    monkeypatch.setattr(kernel_fit, "takes_hopper_kernels", lambda index: True)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen2", **WIDE)
+    model = packed(AutoModelForCausalLM.from_config(config).eval().bfloat16())
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj.bias"):
+            parameter.normal_()
+    decoder = attached(CodedDecoder(model, rough=rough), 3)
+    kernels.beside = [*read_by(decoder._steps["one kernel"]._layers)]
+    decoder.run(*padded([([5, 8, 13], 0, [1])]))
+    given = padded([([7], 3, [1])])
+    known, fired = decoder._plain.run(*given)
+    for wanted in Wanted:
+        logits, counts = decoder.run(*given, wanted=wanted)
+        assert logits.shape == known.shape == (1, 1, 510)
+        assert (logits - known).abs().max() < 0.05 * known.std()
+        assert (counts - fired).abs().max() <= 5  # gates near to 0

@@ -1,0 +1,156 @@
+"""A decoder of one sequence at a time over codes of 4 bits alone, on Hopper.
+
+Its steps are one kernel, which reads codes (whole_step.py). Prompts, and what else has several
+tokens, go through the model's own forward, whose linear layers expand their weights one after the
+other (coded_linear.py): no copy of the model in bf16 is in memory. For several sequences at once
+there is KernelDecoder, over a model whose layers are expanded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from twellctl.bundle.twell_choice import WayPlan
+from twellctl.bundle.twell_launch import device_limits, kernels_for
+from twellctl.bundle.twell_rounded_linear import weight_of
+from twellctl.bundle.twell_spec import PAGE, step_group
+from twellctl.decoding import attention, kernel_fit
+from twellctl.decoding.decoder import Wanted
+from twellctl.decoding.families import norm_weight, scales_of
+from twellctl.decoding.int4_layers import CodedLayer, coded_layer
+from twellctl.decoding.kernel_layers import coded_layers, rotary_of_layers
+from twellctl.decoding.paged_cache import PagedCache
+from twellctl.decoding.pages import pages_for
+from twellctl.decoding.rough_head import RoughHead
+from twellctl.decoding.step_plan import Pass, plan_steps
+from twellctl.decoding.torch_decoder import TorchDecoder
+from twellctl.decoding.whole_step import StepSizes, WholeStep, forms_of_step
+from twellctl.here.own_kernels import own_kernels
+from twellctl.models.linear_map import num_mapped
+
+
+class CodedDecoder:
+    """A `Decoder` (decoder.py) of a model that was loaded packed. It lays the codes of the model
+    anew, in the place of those that were loaded.
+
+    `rough`: steps read the head in 8 bits, a byte a weight more in memory, and choose by it
+    (rough_head.py); else the head in bf16, which another model may have, too.
+    """
+
+    capturable, stable = True, False
+    max_rows: int | None = 1
+    step_kind = "int4"
+    why_not = staticmethod(kernel_fit.why_not_coded)
+
+    def __init__(self, model: PreTrainedModel, *, rough: bool = True):
+        self._is_silu, self._sparse = kernel_fit.is_silu(model), kernel_fit.is_relu(model)
+        self._model, self.device = model, model.device
+        self.most_rough = int(rough)
+        self.kernels = kernels_for(own_kernels(), self.device.index)
+        self._limits = device_limits(self.device.index)
+        self._sizes: StepSizes = replace(kernel_fit.step_sizes(model), kind="int4")
+        self._coded = _lay_codes(model, step_group(self._sizes.K))
+        self._plain = TorchDecoder(model, attention.head_width)
+        self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
+        self.shapes = self._plain.shapes
+        # to expand all layers takes as long whatever the number of tokens: 0.7 ms of 1.5B, by bytes
+        self.prefill_chunk = 4 * self._plain.prefill_chunk
+        self.neurons: Sequence[int] = [self._sizes.N] * len(self._coded) if self._sparse else []
+        self.mapped = self._plain.mapped
+
+    def attach(self, cache: PagedCache) -> None:
+        self._plain.attach(cache)
+        reach = min(self.context, (cache.num_pages - 1) * PAGE)
+        self._max_pages = pages_for(reach)
+        body, head = self._model.model, weight_of(self._model.lm_head).detached().values
+        make = partial(
+            WholeStep,
+            self.kernels,
+            self._limits,
+            self._sizes,
+            coded_layers(self._model, self._coded, cache),
+            self._model.get_input_embeddings().weight.detach(),
+            norm_weight(body.norm),
+            head,
+            rotary_of_layers(self._model, reach)[0],
+            scales_of(self._model),
+            rough=RoughHead.of(head) if self.most_rough else None,
+        )
+        forms = ["sparse", "dense"] if self._sparse else ["dense"]
+        others = ["refine", "expand_quads", "expand_neurons"]
+        self.kernels.prepare([*map(self._sizes.entry, forms), *others])
+        self._steps = forms_of_step(
+            make,
+            self._sizes,
+            self._limits,
+            sparse=self._sparse,
+            num_own=self._num_own,
+            is_silu=self._is_silu,
+        )
+        self.plan = self._make_plan()
+
+    def widths(self, max_pages: int) -> list[int]:
+        return [max_pages]
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        last: int = 1,
+        wanted: Wanted = Wanted.EXACT,
+    ) -> tuple[Tensor, Tensor]:
+        """One token that gets logits goes in one kernel, others through the model."""
+        if tokens.numel() > 1 or not last:
+            logits, fired = self._plain.run(tokens, positions, tables, last)
+            return logits, fired[: len(self.neurons)]
+        tokens, positions, tables = (part.to(self.device) for part in (tokens, positions, tables))
+        step = self._steps[self.plan.name(1)]
+        logits, counts = step(tokens, positions, tables, wanted)
+        return logits[None], counts[: len(self.neurons), None]
+
+    def ways(self, num_tokens: int, wanted: Wanted = Wanted.EXACT) -> dict[str, Pass]:
+        """Those of a pass over one token, the first by rule (as of KernelDecoder)."""
+        return {name: partial(step, wanted=wanted) for name, step in self._steps.items()}
+
+    @property
+    def _num_own(self) -> int:
+        """Neurons with gates of their own, the same in all layers; 0: there is one form alone."""
+        if not self._sparse:
+            return 0
+        N, most = self._sizes.N, 0
+        for coded in self._coded:
+            gate = coded.gate_up[0]
+            bias = [] if gate.bias is None else [gate.bias[:N]]
+            most = max(most, N - num_mapped(gate.expand()[:N], *bias))
+        return most
+
+    def _make_plan(self) -> WayPlan:
+        of = f"{self._sizes} Hkv={self._model.config.num_key_value_heads} L={len(self._coded)}"
+        with torch.inference_mode():
+            return plan_steps(
+                self.ways,
+                [1],
+                self.device,
+                self.vocab_size,
+                self._max_pages,
+                key=f"{of} codes alone {own_kernels()[:12]}",
+                neurons=self._sizes.N,
+                density=None if self._sparse else 0.0,
+            )
+
+
+def _lay_codes(model: PreTrainedModel, group: int) -> list[CodedLayer]:
+    """Let the linear layers of `model` be `CodedLinear`, a decoder layer after the other.
+    `ValueError` if one has no codes."""
+    made = []
+    for module in model.model.layers:
+        if (coded := coded_layer(module, group)) is None:
+            raise ValueError("a linear layer has no codes")
+        coded.put_into(module)
+        made.append(coded)
+    return made
