@@ -34,19 +34,26 @@ def drawn(N: int, K: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, (torch.randn(N, K // group, generator=generator) * 2.0**sizes).bfloat16()
 
 
+def check_rows(kernels: EmulatedKernels, N: int, K: int, stored: int, group: int) -> None:
+    codes, scales = drawn(N, K, stored)
+    made = expand_quads(kernels, by_quads(codes, scales, group), K, group)
+    assert torch.equal(made, expand(codes, scales))
+
+
+def check_down(kernels: EmulatedKernels, N: int, stored: int, group: int) -> None:
+    codes, scales = drawn(768, N, stored)
+    made = expand_neurons(kernels, *down_by_neurons(codes, scales, group), group)
+    assert torch.equal(made.t(), expand(codes, scales))
+
+
 @pytest.mark.parametrize(("N", "K", "stored", "group"), SIZES)
 def test_rows_by_quads(N, K, stored, group):
-    codes, scales = drawn(N, K, stored)
-    made = expand_quads(EmulatedKernels(), by_quads(codes, scales, group), K, group)
-    assert torch.equal(made, expand(codes, scales))
+    check_rows(EmulatedKernels(), N, K, stored, group)
 
 
 @pytest.mark.parametrize(("N", "stored", "group"), [(640, 64, 64), (256, 128, 64), (384, 128, 128)])
 def test_down_by_neurons(N, stored, group):
-    codes, scales = drawn(768, N, stored)
-    laid = down_by_neurons(codes, scales, group)
-    made = expand_neurons(EmulatedKernels(), *laid, group)
-    assert torch.equal(made.t(), expand(codes, scales))
+    check_down(EmulatedKernels(), N, stored, group)
 
 
 @pytest.mark.parametrize("rough", [True, False] if EVERY_CASE else [False])

@@ -14,6 +14,7 @@ import torch
 from compiled import EVERY_CASE
 from emulated_head import HeadKernels
 from emulated_kernels import EmulatedKernels, needs_emulator
+from test_emulated_codes import check_down, check_rows
 from test_emulated_few import FewKernels, of_e4m3
 from test_emulated_grad import of_down, of_grad
 from test_emulated_head import check_long, check_near_ties, check_unknown
@@ -98,6 +99,12 @@ def unknown(kernels: EmulatedKernels) -> None:
 def screened(kernels: EmulatedKernels) -> None:
     """With a map; a quarter of the neurons that do not fire are candidates."""
     step(kernels, "screened", mapped=40, missed=-0.4)
+
+
+def expanded(kernels: EmulatedKernels) -> None:
+    """Codes of rows and of W_down."""
+    check_rows(kernels, 36, 1536, 64, 64)
+    check_down(kernels, 256, 64, 64)
 
 
 def forward(kernels: EmulatedKernels) -> None:
@@ -207,6 +214,25 @@ MUTATIONS = (
         "ffn/few_walk.cuh",
         "kernel in front",
         ("no wait for the kernel in front", "    wait_for_previous();\n"),
+    ),
+    of(
+        expanded,
+        "decode/expand_codes.cu",
+        "assert",
+        (
+            "the lower half first",
+            "24 - 8 * (i / 2) + 4 * (i % 2)",
+            "28 - 8 * (i / 2) - 4 * (i % 2)",
+        ),
+        ("another row's place", "place_of(column, own)", "place_of(column, 0)"),
+        ("another group's scale", "own * num_scales + column / group", "own * num_scales"),
+        ("another neurons' scales", "scales + row / group *", "scales + 0 *"),
+    ),
+    of(
+        expanded,
+        "decode/expand_codes.cu",
+        "no such memory",
+        ("rows behind the last", "if (row < static_cast<unsigned>(num_rows))", "if (true)"),
     ),
     of(
         walk,
@@ -424,6 +450,25 @@ MORE = (
         "ffn/few_walk.cuh",
         "may not have begun",
         ("no wait for the cluster", "    cluster_wait();"),
+    ),
+    of(
+        expanded,
+        "decode/expand_codes.cu",
+        "assert",
+        (
+            "the lower half first",
+            "24 - 8 * (i / 2) + 4 * (i % 2)",
+            "28 - 8 * (i / 2) - 4 * (i % 2)",
+        ),
+        ("another row's place", "place_of(column, own)", "place_of(column, 0)"),
+        ("another group's scale", "own * num_scales + column / group", "own * num_scales"),
+        ("another neurons' scales", "scales + row / group *", "scales + 0 *"),
+    ),
+    of(
+        expanded,
+        "decode/expand_codes.cu",
+        "no such memory",
+        ("rows behind the last", "if (row < static_cast<unsigned>(num_rows))", "if (true)"),
     ),
     of(
         walk,
