@@ -122,6 +122,14 @@ def pytest_collection():
         gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported_stays():
+    """As `pytest_collection`: what the tests of a module import stays."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """A byte-level BPE of 512 tokens with a chat template."""
