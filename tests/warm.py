@@ -71,17 +71,21 @@ def run_without(code: str, hidden: list[str], modules: str, names: dict) -> None
 def imported() -> dict[str, Callable]:
     """The other ways by name, once all that they want is imported."""
     import kill_jobs
+    import pydantic.type_adapter
     import sharded_jobs
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from twellctl import __main__, serve_local
+    from twellctl.fitting import plan
 
     assert __main__, serve_local  # for those that serve
+    assert pydantic.type_adapter  # typer imports it for the values of each command
     # 0.4 s, for each that loads a model
     get_checkpoint_conversion_mapping("llama")
     tiny = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=1, **tiny))
+    plan.PROBE["cpu"] = 64  # else each that fits multiplies for 0.8 s to say how long it will take
     gc.freeze()  # else the garbage collections of each process copy all that was imported
     ways = (begin, end, kill_jobs.fork_and_kill, kill_jobs.fork_and_kill_at, sharded_jobs.fork)
     return {way.__name__: way for way in ways}
