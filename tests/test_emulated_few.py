@@ -74,8 +74,8 @@ def test_bits_of_a_token_do_not_depend_on_others(kernels, K):
     tokens = (2, 12, STABLE_ROWS) if EVERY_CASE else (2, 12)
     torch.manual_seed(0)
     x = torch.randn(max(tokens), K).bfloat16()
-    gate, up = (plain_weight(torch.randn(24, K).bfloat16() / 16) for _ in range(2))
-    ffn = FFN(gate, up, plain_weight(torch.zeros(K, 24).bfloat16()))
+    gate, up = (plain_weight(torch.randn(16, K).bfloat16() / 16) for _ in range(2))
+    ffn = FFN(gate, up, plain_weight(torch.zeros(K, 16).bfloat16()))
     products = {
         "linear": lambda rows: few_linear(kernels, H200, rows, gate),
         "ahead": lambda rows: few_linear(kernels, H200, rows, gate, ahead=True),
