@@ -37,6 +37,12 @@ def prompts(tmp_path):
     return jsonl(tmp_path / "prompts.jsonl", [{"prompt": text} for text in texts])
 
 
+@pytest.fixture
+def one_count(monkeypatch):
+    """Of the forms with a number of drafts one, where a test does not look at the others."""
+    monkeypatch.setattr(module, "COUNTS", (3,))
+
+
 def bench(fit, prompts, original, **settings):
     return bench_exact(fit, prompts, original, ExactSettings(**TINY | settings))
 
@@ -73,12 +79,14 @@ def test_every_form_answers_as_the_original(fit, prompts, silu_llama):
     assert f"), {ratios[1]:.2f}x at 2 (" in said
 
 
+@pytest.mark.usefixtures("one_count")
 def test_drawn_answers_are_the_same(fit, prompts, silu_llama):
     found = bench(fit, prompts, silu_llama, temperature=0.9, seed=7, batches=(2,))
     assert found.wrong == []
     assert found.points[0].form("exact, 3 drafts").drafted.num_kept > 0
 
 
+@pytest.mark.usefixtures("one_count")
 def test_the_command_shows_its_figures_and_writes_them(success, fit, prompts, silu_llama, tmp_path):
     words = ("bench", "exact", fit, "--original", silu_llama, "--prompts", prompts)
     words += ("--device=cpu", "--new-tokens=12", "--limit=2", "--batch=1")
@@ -97,6 +105,7 @@ def test_the_command_shows_its_figures_and_writes_them(success, fit, prompts, si
     assert any("drafts gain no speed here" in line for line in err)
 
 
+@pytest.mark.usefixtures("one_count")
 def test_answers_that_differ_are_told(cli, fit, prompts, silu_llama, monkeypatch, tmp_path):
     """One token of the last answer of one form."""
     answered, groups = module.answered, []
@@ -152,6 +161,7 @@ def test_bad_calls_are_refused(fit, prompts, silu_llama, relu_llama, tmp_path):
         bench(fit, tmp_path / "no.jsonl", silu_llama)
 
 
+@pytest.mark.usefixtures("one_count")
 def test_answers_that_are_too_short(fit, prompts, silu_llama, monkeypatch):
     monkeypatch.setattr(module, "LEAST_TIMED", 100)
     with pytest.raises(TwellError, match="no 1 answer together had 100 tokens to time in every"):

@@ -167,6 +167,7 @@ def stand_ins(monkeypatch, count_less):
     monkeypatch.setattr(quickstart, "quickstart", lambda *_, **__: done)
     monkeypatch.setattr("twellctl.cli.make.write_report", lambda folder: folder / "report.html")
     monkeypatch.setattr(serve_local, "serve_local", end)
+    monkeypatch.setattr("twellctl.bench.exact.COUNTS", (3,))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Why?\n")))
     for name in ("write", "convert", "finetune"):
         less = functools.partial(getattr(twellctl, name), **SMALL[name])
