@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from twellctl.bench import random_model
 from twellctl.bench.random_model import make_model, open_shape, round_to_int4
 from twellctl.bundle.twell_int4 import expand
 from twellctl.bundle.twell_model import gated_ffns, weights_of
@@ -67,7 +68,9 @@ def model(tmp_path_factory) -> PreTrainedModel:
     )
     shape = open_shape(str(path), None, context=64)
     generator = torch.Generator().manual_seed(0)
-    made = make_model(shape, 0.2, dtype=torch.bfloat16, generator=generator, mapped=128)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random_model, "SET_TOKENS", 64)  # how much fires is not looked at
+        made = make_model(shape, 0.2, dtype=torch.bfloat16, generator=generator, mapped=128)
     round_to_int4(made)
     return made
 
