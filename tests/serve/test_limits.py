@@ -12,6 +12,7 @@ import time
 
 import openai
 import pytest
+from other_processes import SLOW_STEPS
 from serving_client import (
     PROMPT,
     Scripted,
@@ -259,7 +260,7 @@ def test_stopping_waits_no_longer_than_drain_allows(tokenizer):
 
 def test_a_public_command_drains_then_hurries(started, relu_llama):
     words = "serve-local", relu_llama, "--port=0", "--host=0.0.0.0", "--no-access-log"
-    process = started(*words, TWELL_API_KEY="geheim")
+    process = started(*words, code=SLOW_STEPS, TWELL_API_KEY="geheim")
     url = printed_at_start(process)["API"].replace("0.0.0.0", "127.0.0.1")
     options = {"base_url": url, "max_retries": 0, "timeout": 40}
     with (
@@ -268,8 +269,7 @@ def test_a_public_command_drains_then_hurries(started, relu_llama):
     ):
         complete(stranger)
     with openai.OpenAI(api_key="geheim", **options) as client:
-        prompts = [PROMPT] * 128  # they take seconds
-        events = iter(complete(client, prompt=prompts, max_tokens=200, stream=True))
+        events = iter(complete(client, prompt=PROMPT, max_tokens=200, stream=True))
         next(events)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
