@@ -27,6 +27,7 @@ from twellctl.evaluation.subject import Subject
 from twellctl.models import verdict
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
+from twellctl.screens.measure import evaluated
 from twellctl.text.tokens import encode_prompt
 
 
@@ -140,13 +141,14 @@ def test_agreement_is_that_of_transformers_logits(make_model, tmp_path, tokenize
     assert same.verdict.step is None  # 5 answers are too few
 
 
-def test_a_fit_is_a_draft_of_its_original(success, silu_llama, relu_llama, text_file, prompts):
+def test_a_fit_is_a_draft_of_its_original(capsys, silu_llama, relu_llama, text_file, prompts):
     fit = prompts.parent / "fit"
     convert(silu_llama, fit, data=[str(text_file)], **QUICK)
     done = evaluate(fit, reference=silu_llama, prompts=prompts)
     assert done.acceptance == done.answers.same_top > 0
     assert done.to_json()["acceptance"] == done.acceptance
-    out, _ = success("eval", fit, "--reference", silu_llama, "--prompts", prompts)
+    evaluated(done)
+    out = capsys.readouterr().out
     assert f"as a draft (--exact) it is right for {done.acceptance:.2%} of the reference's" in out
     for model, reference in ((silu_llama, silu_llama), (relu_llama, silu_llama), (fit, relu_llama)):
         assert evaluate(model, reference=reference, prompts=prompts, limit=1).acceptance is None
