@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twellctl.bench.device import give_back, why_no_fp8
+from twellctl.bench.device import why_no_fp8
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.bench.subject import Precisions
 from twellctl.bundle.twell_choice import WayPlan
@@ -31,6 +31,7 @@ from twellctl.decoding.opening import open_decoder, open_scheduler
 from twellctl.decoding.paged_cache import page_bytes
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.screening import Screens
+from twellctl.here.gpu_memory import free_unused
 from twellctl.models.loading import shared_copy
 from twellctl.models.quantised import round_model
 from twellctl.models.schemes import SCHEMES
@@ -107,7 +108,7 @@ class ModelForm:
     def open(self, rows: int) -> OpenForm:
         """Ready for up to `rows` rows a step, with what forms before held given back."""
         model = self.model()
-        give_back(model.device)
+        free_unused()
         scheduler = open_scheduler(model, max_running=rows, decoder=self.decoder(model))
         return OpenForm(
             model,

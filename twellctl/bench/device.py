@@ -79,13 +79,6 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def give_back(device: torch.device) -> None:
-    """Let nothing hold memory of a GPU that is not in use."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def held_bytes(*holders: object) -> int:
     """What `holders` (models, decoders, schedulers) have in memory, but for caches of keys and
     values: weights in all their layouts, codes, tables, buffers."""

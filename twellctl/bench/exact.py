@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from twellctl.bench.device import bench_device, device_facts, give_back, held_bytes
+from twellctl.bench.device import bench_device, device_facts, held_bytes
 from twellctl.bench.exact_results import (
     EXACT,
     FIT,
@@ -33,6 +33,7 @@ from twellctl.decoding.scheduler import Scheduler
 from twellctl.errors import TwellError, UsageError, counted
 from twellctl.evaluation.agreement import spread
 from twellctl.evaluation.subject import Subject
+from twellctl.here.gpu_memory import free_unused
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_tokenizer
 from twellctl.models.originals import find_original, load_pair
@@ -74,7 +75,7 @@ def bench_exact(
     forms = _forms(model, draft, settings.gates)
     for number, (name, how) in enumerate(forms.items()):
         progress(number, len(forms))
-        give_back(device)
+        free_unused()
         run.add(name, extra_eos=[tokenizer.eos_token_id], **how)
     models = {"fit": of_fit.name, "original": of_original.name}
     return ExactBench(device_facts(device), asdict(settings), models, run.points())

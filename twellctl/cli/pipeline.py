@@ -18,6 +18,7 @@ is not made again, and nothing else passes for it.
 import contextlib
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,6 +121,14 @@ def _check_original(file: Path, content: dict[str, Any]) -> None:
         )
 
 
+def _free_unused() -> None:
+    """Let no memory of a GPU stay with this process after a step: others may need it."""
+    if "torch" in sys.modules:
+        from twellctl.here.gpu_memory import free_unused
+
+        free_unused()
+
+
 class _Pipeline:
     """The steps of one file over `model`, and what of them is in the folder `out` already."""
 
@@ -194,6 +203,7 @@ class _Pipeline:
             self._note_fitted_text()
         with self._commands[name].make_context(name, words, parent=self._root) as step:
             self._commands[name].invoke(step)
+        _free_unused()
         if name == "write":
             hold_out(made, self._out / _HELD_OUT)
         self._save(name, begun | {"result": _digest(made)})
