@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from attached import attached
-from compiled import EVERY_CASE
 from emulated_head import H200, DecoderKernels, read_by
 from emulated_kernels import EmulatedKernels, needs_emulator
 from packed_models import packed
@@ -56,9 +55,8 @@ def test_down_by_neurons(N, stored, group):
     check_down(EmulatedKernels(), N, stored, group)
 
 
-@pytest.mark.parametrize("rough", [True, False] if EVERY_CASE else [False])
 @torch.inference_mode()
-def test_a_decoder_over_codes_alone(monkeypatch, rough):
+def test_a_decoder_over_codes_alone(monkeypatch):
     """Its step says what the model's own forward says over weights that are expanded."""
     kernels = DecoderKernels()
     for module in (coded_decoder, kernel_fit):
@@ -71,7 +69,7 @@ def test_a_decoder_over_codes_alone(monkeypatch, rough):
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.bias"):
             parameter.normal_()
-    decoder = attached(CodedDecoder(model, rough=rough), 3)
+    decoder = attached(CodedDecoder(model), 3)
     kernels.beside = [*read_by(decoder._steps["one kernel"]._layers)]
     decoder.run(*padded([([5, 8, 13], 0, [1])]))
     given = padded([([7], 3, [1])])

@@ -164,7 +164,7 @@ def test_exact_answers_are_drafted_over_codes_alone(tiny, drafts):
     judge = open_scheduler(draft, decoder=TorchDecoder(draft), max_running=1, **CACHE)
     known = [run_all(judge, [prompt], Sampling(9, 0))[0][0] for prompt in PROMPTS]
     assert run_all(alone, PROMPTS, Sampling(9, 0))[0] == known  # one after the other
-    assert alone.decoder.wanted == {Wanted.ROUGH, Wanted.EXACT}
+    assert alone.decoder.wanted == {*Wanted}
 
 
 def bytes_of(model: PreTrainedModel, **how) -> int:
@@ -192,5 +192,5 @@ def test_what_is_in_memory(tiny):
     assert original == pytest.approx(2 * size + 4 * table, abs=small)
     draft = packed_draft(model, copy.deepcopy(model))
     exact = bytes_of(model, draft=draft)
-    assert exact == pytest.approx(original + codes, abs=small)
-    assert exact <= 1.25 * original
+    assert exact == pytest.approx(original + codes + table, abs=small)
+    assert exact <= 1.28 * original

@@ -141,7 +141,7 @@ def held(open_it: Callable[[], Scheduler]) -> tuple[int, int]:
     torch._C._cuda_clearCublasWorkspaces()
     cache = scheduler.admission.pool.capacity + 1
     size = torch.cuda.memory_allocated() - before - cache * _page_bytes(scheduler)
-    assert size == pytest.approx(held_bytes(scheduler), rel=0.02, abs=4 << 20)
+    assert size == pytest.approx(held_bytes(scheduler), rel=0.04)
     return size, torch.cuda.max_memory_allocated() - before
 
 
@@ -172,5 +172,5 @@ def test_what_is_in_memory():
     assert in_4_bits == pytest.approx(codes + 5 * table, abs=small)
     assert most < CACHE + 5 * table + 1.6 * size  # no copy of all layers in bf16 at any time
     exact, _ = held(pair)
-    assert exact == pytest.approx(alone + codes, abs=small)
-    assert exact <= 1.25 * alone
+    assert exact == pytest.approx(alone + codes + table, abs=small)
+    assert exact <= 1.28 * alone

@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.nn.functional import linear
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from twellctl.bundle import twell_ffn
 from twellctl.bundle.twell_choice import WayPlan
 from twellctl.bundle.twell_dense import gated_ffn
+from twellctl.bundle.twell_int4 import expand, unpack
 from twellctl.vllm import fp8_ffn as plugins_fp8
 from twellctl.vllm import models
 from twellctl.vllm.plans import Planned
@@ -62,6 +64,22 @@ def play_kernels() -> None:
     models.plan_layers = plan_layers
 
 
+def play_products_of_int4() -> None:
+    """Let weights in 4 bits, as vLLM loads and fuses them, be computed with plainly: its build for
+    CPUs has such products for AVX-512 alone."""
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+
+    def keep(kernel, layer) -> None:
+        setattr(layer, kernel.w_zp_name, None)
+
+    def apply(kernel, layer, x, bias=None) -> torch.Tensor:
+        packed, scales, _ = kernel._get_weight_params(layer)
+        return linear(x, expand(unpack(packed), scales), bias)
+
+    CPUWNA16LinearKernel.process_weights_after_loading = keep
+    CPUWNA16LinearKernel.apply_weights = apply
+
+
 def main(request: str, out: str) -> None:
     calls, computed = [], twell_ffn.gated_ffn
     twell_ffn.gated_ffn = lambda *a: calls.append(1) or computed(*a)
@@ -70,6 +88,8 @@ def main(request: str, out: str) -> None:
     wanted, answers = json.loads(request), []
     if wanted.pop("played", False):
         play_kernels()
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        play_products_of_int4()
     for folder in wanted.pop("folders"):
         answers.append(answer(folder, calls=calls, **wanted))
         gc.collect()

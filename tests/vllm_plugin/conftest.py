@@ -25,6 +25,12 @@ SIZES = {  # heads of 32, which vLLM's attention has on CPUs, too
 
 
 @pytest.fixture(scope="session")
+def sizes() -> dict:
+    """Of a tiny model that vLLM takes."""
+    return SIZES
+
+
+@pytest.fixture(scope="session")
 def make_export(make_model, text_file, tmp_path_factory):
     """`make_export(family, profiled=True, quantize=None, **config)`: a random model, exported."""
 

@@ -35,21 +35,18 @@ from twellctl.models.linear_map import num_mapped
 
 class CodedDecoder:
     """A `Decoder` (decoder.py) of a model that was loaded packed. It lays the codes of the model
-    anew, in the place of those that were loaded.
-
-    `rough`: steps read the head in 8 bits, a byte a weight more in memory, and choose by it
-    (rough_head.py); else the head in bf16, which another model may have, too.
+    anew, in the place of those that were loaded. Steps choose by the head in 8 bits, which is there
+    beside the one in bf16 (rough_head.py).
     """
 
     capturable, stable = True, False
     max_rows: int | None = 1
-    step_kind = "int4"
+    step_kind, most_rough = "int4", 1
     why_not = staticmethod(kernel_fit.why_not_coded)
 
-    def __init__(self, model: PreTrainedModel, *, rough: bool = True):
+    def __init__(self, model: PreTrainedModel):
         self._is_silu, self._sparse = kernel_fit.is_silu(model), kernel_fit.is_relu(model)
         self._model, self.device = model, model.device
-        self.most_rough = int(rough)
         self.kernels = kernels_for(own_kernels(), self.device.index)
         self._limits = device_limits(self.device.index)
         self._sizes: StepSizes = replace(kernel_fit.step_sizes(model), kind="int4")
@@ -78,7 +75,7 @@ class CodedDecoder:
             head,
             rotary_of_layers(self._model, reach)[0],
             scales_of(self._model),
-            rough=RoughHead.of(head) if self.most_rough else None,
+            rough=RoughHead.of(head),
         )
         forms = ["sparse", "dense"] if self._sparse else ["dense"]
         others = ["refine", "expand_quads", "expand_neurons"]

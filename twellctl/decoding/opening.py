@@ -147,7 +147,7 @@ def open_pair(model: PreTrainedModel, draft: PreTrainedModel, gates: str = WHOLE
 def _open_draft(kind: Any, draft: PreTrainedModel, gates: str) -> Decoder:
     """Beside a decoder of `kind`, whose head it reads."""
     if kind is KernelDecoder and CodedDecoder.why_not(draft) is None:
-        return CodedDecoder(draft, rough=False)
+        return CodedDecoder(draft)
     expand_layers(draft)
     return kind(draft, **_gates_of(kind, gates))
 
