@@ -18,8 +18,8 @@ from twellctl.decoding.decoder import Wanted
 from twellctl.decoding.step_int4 import by_quads, down_by_neurons, expand_neurons, expand_quads
 from twellctl.decoding.torch_decoder import padded
 
-WIDE = {"hidden_size": 1536, "num_attention_heads": 12, "vocab_size": 510, "hidden_act": "relu"}
-WIDE |= {"intermediate_size": 512, "num_hidden_layers": 2, "num_key_value_heads": 2}
+WIDE = {"hidden_size": 1536, "num_attention_heads": 12, "vocab_size": 254, "hidden_act": "relu"}
+WIDE |= {"intermediate_size": 256, "num_hidden_layers": 1, "num_key_value_heads": 2}
 WIDE |= {"max_position_embeddings": 128, "initializer_range": 0.03}
 pytestmark = needs_emulator
 SIZES = [(36, 1536, 64, 64), (8, 2048, 128, 64), (20, 3584, 128, 128)]  # N, K, groups: stored, laid
@@ -76,6 +76,6 @@ def test_a_decoder_over_codes_alone(monkeypatch):
     known, fired = decoder._plain.run(*given)
     for wanted in Wanted:
         logits, counts = decoder.run(*given, wanted=wanted)
-        assert logits.shape == known.shape == (1, 1, 510)
+        assert logits.shape == known.shape == (1, 1, 254)
         assert (logits - known).abs().max() < 0.05 * known.std()
         assert (counts - fired).abs().max() <= 5  # gates near to 0

@@ -29,11 +29,11 @@ from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.torch_decoder import TorchDecoder
 
 WIDE = {"hidden_size": 1536, "head_dim": 128, "num_attention_heads": 12, "vocab_size": 512}
-WIDE |= {"intermediate_size": 512, "num_hidden_layers": 2, "attention_bias": True}
+WIDE |= {"intermediate_size": 256, "num_hidden_layers": 2, "attention_bias": True}
 WIDE |= {"max_position_embeddings": 256, "num_key_value_heads": 2}
 KINDS = {"relu": ("llama", "relu"), "silu": ("llama", "silu"), "fused": ("phi3", "relu")}
 CACHE = {"cache_bytes": 1 << 20}
-PROMPTS = ([5, 6, 7], [9], [*range(20, 100)])
+PROMPTS = ([9], [*range(20, 90)])
 
 
 class Played(CodedDecoder):
@@ -151,7 +151,7 @@ def test_exact_answers_are_drafted_over_codes_alone(tiny, drafts):
     assert why_no_gain(model, draft) is None
     how = {"max_running": 3, "draft": draft, "drafts": drafts}
     scheduler, alone = open_schedulers(model, draft_alone=True, **how, **CACHE)
-    for sampling in (Sampling(16, 0), Sampling(16, 0.8, seed=3)):
+    for sampling in (Sampling(10, 0), Sampling(6, 0.8, seed=3)):
         known = [run_all(judge, [prompt], sampling)[1] for prompt in PROMPTS]
         for prompt, tokens in zip(PROMPTS, known, strict=True):
             assert run_all(scheduler, [prompt], sampling)[1] == tokens
