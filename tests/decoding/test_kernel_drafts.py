@@ -47,7 +47,7 @@ def test_a_fit_drafts_for_its_original(
         assert layer.self_attn.o_proj.weight is other.self_attn.o_proj.weight
 
 
-@pytest.mark.parametrize(("num_rows", "num_drafts"), [(2, 7), (3, 7), (5, 3), (16, 1), (17, 0)])
+@pytest.mark.parametrize(("num_rows", "num_drafts"), [(3, 7), (5, 3), (16, 1), (17, 0)])
 def test_more_rows_leave_room_for_fewer_drafts(tiny, monkeypatch, num_rows, num_drafts):
     """A stable pass reads no more tokens than products of one order take."""
     model = tiny(**SIZES, intermediate_size=128, hidden_act="silu")
@@ -59,7 +59,7 @@ def test_more_rows_leave_room_for_fewer_drafts(tiny, monkeypatch, num_rows, num_
         read.append((tuple(tokens.shape), how["last"])) or run(tokens, *inputs, **how)
     )
     prompts = [[1 + row, 7, 400 - row] for row in range(num_rows)]
-    found, _ = run_all(scheduler, prompts, sampling := Sampling(40, 0))
+    found, _ = run_all(scheduler, prompts, sampling := Sampling(24, 0))
     rounds = [shape for shape, last in read if shape[1] == last]
     assert all(B * Q <= STABLE_ROWS for B, Q in rounds)
     assert max(rounds)[1] == 1 + num_drafts
