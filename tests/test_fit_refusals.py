@@ -12,7 +12,7 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError, UsageError
 from twellctl.fitting import plan as plans
 from twellctl.fitting.plan import Shape, plan
-from twellctl.fitting.settings import Fit
+from twellctl.fitting.settings import QUICK_RIDGE, Fit
 from twellctl.fitting.walk import HeldOut
 from twellctl.models.checkpoint import FIT_FILE
 
@@ -54,6 +54,7 @@ def test_a_quick_fit_takes_the_least_text_and_no_steps(make_model, text_file, tm
     assert done.fitted.tokens == 512
     settings = json.loads((tmp_path / "out" / FIT_FILE).read_text())["settings"]
     assert (settings["steps"], settings["tokens"], settings["quick"]) == (0, 512, True)
+    assert settings["ridge"] == QUICK_RIDGE
     longer = plan(source, quick=True, seq_len=100)
     assert longer.tokens == 600
 

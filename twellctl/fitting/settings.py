@@ -14,6 +14,7 @@ GROUP_SIZES = (128, 64, 32, 16, 8)  # inputs that share a scale: the first from 
 WIDE = 3072  # on, else the second, or the next that divides
 LEAST_GROUP = 8  # so many codes are packed into one number
 TOKENS_A_WEIGHT = 4  # the least number of tokens for each of the N + K unknowns of an output
+QUICK_RIDGE = 0.3  # on so little text; with 0.001 an FFN erred twice as much (recipes/LAB.md)
 TILE = 256  # of the format: N + R neurons are whole tiles where N are
 
 
@@ -74,7 +75,9 @@ class Fit:
         "With --bits: keep the activation and all neurons. This is the model itself in 4 bits, to "
         "compare with. --density, --map-rank, --ridge and what concerns steps have no effect.",
     )
-    ridge: float = setting(1e-3, "Ridge parameter of the least squares.", above=0)
+    ridge: float = setting(
+        1e-3, "Ridge parameter of the least squares; with --quick at least 0.3.", above=0
+    )
     seq_len: int = setting(512, "Tokens per window of text.", at_least=8)
     eval_windows: int | None = setting(
         None,
@@ -94,7 +97,8 @@ def quickened(fit: Fit, ffn: FfnShape) -> Fit:
     if not fit.quick:
         return fit
     windows = math.ceil(least_tokens(ffn.hidden_size, ffn.intermediate_size) / fit.seq_len)
-    return replace(fit, tokens=windows * fit.seq_len, steps=0)
+    ridge = max(fit.ridge, QUICK_RIDGE)
+    return replace(fit, tokens=windows * fit.seq_len, steps=0, ridge=ridge)
 
 
 def windows_held_out(fit: Fit, count: int | None = None) -> int:
