@@ -452,25 +452,6 @@ MORE = (
         ("no wait for the cluster", "    cluster_wait();"),
     ),
     of(
-        expanded,
-        "decode/expand_codes.cu",
-        "assert",
-        (
-            "the lower half first",
-            "24 - 8 * (i / 2) + 4 * (i % 2)",
-            "28 - 8 * (i / 2) - 4 * (i % 2)",
-        ),
-        ("another row's place", "place_of(column, own)", "place_of(column, 0)"),
-        ("another group's scale", "own * num_scales + column / group", "own * num_scales"),
-        ("another neurons' scales", "scales + row / group *", "scales + 0 *"),
-    ),
-    of(
-        expanded,
-        "decode/expand_codes.cu",
-        "no such memory",
-        ("rows behind the last", "if (row < static_cast<unsigned>(num_rows))", "if (true)"),
-    ),
-    of(
         walk,
         "ffn/few_walk.cuh",
         "no such memory",

@@ -45,8 +45,10 @@ def pipe(cli, silu_llama, text_file, tmp_path):
 
 def test_what_is_there_is_not_made_again_and_a_bad_verdict_stops(pipe, tmp_path, monkeypatch):
     out = tmp_path / "out"
+    freed = []
+    monkeypatch.setattr("twellctl.here.gpu_memory.free_unused", lambda: freed.append(1))
     code, _, err = pipe(STEPS, "--keep-going")
-    assert code == 0
+    assert (code, len(freed)) == (0, 4)  # a step each
     assert f"export: twellctl export {out}/relu {out}/exported" in "\n".join(err)
     made = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     made_by_steps = {"relu", "eval.json", "profile.json", "exported"}

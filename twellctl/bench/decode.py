@@ -22,7 +22,8 @@ from twellctl.bench.decode_results import (
 )
 from twellctl.bench.decode_runs import ModelForm, OpenForm, forms_of
 from twellctl.bench.decode_stages import measure_stages
-from twellctl.bench.device import bench_device, device_facts, held_bytes
+from twellctl.bench.device import bench_device, device_facts
+from twellctl.bench.held import held_bytes
 from twellctl.bench.results import DENSE_FP8, TWELL
 from twellctl.bench.settings import DecodeSettings
 from twellctl.bench.subject import Subject, is_in_fp8, open_subject

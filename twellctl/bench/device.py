@@ -5,18 +5,13 @@ import gc
 import math
 import os
 import platform
-from collections import deque
-from collections.abc import Iterable, Mapping
-from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from twellctl.bundle.twell_e4m3 import why_no_products
 from twellctl.bundle.twell_nvrtc import find_nvrtc
-from twellctl.decoding.paged_cache import PagedCache
 from twellctl.errors import TwellError, UsageError
 from twellctl.here.machine import CUPY_WHEELS, version_of
 from twellctl.models.loading import gpu_memory
@@ -25,8 +20,6 @@ from twellctl.version import __version__
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TWELL_ROUTE")
 LIBRARIES = ("transformers", "triton", *CUPY_WHEELS, *NVRTC_WHEELS)
-# whose attributes `held_bytes` does not look at
-_NO_HOLDERS = (str, bytes, int, float, type, ModuleType, FunctionType, PretrainedConfig)
 
 
 def bench_device(name: str | None) -> torch.device:
@@ -77,41 +70,6 @@ def device_facts(device: torch.device) -> dict[str, Any]:
         nvrtc = find_nvrtc()  # which compiles the kernels
         versions["nvrtc"] = ".".join(map(str, nvrtc.version)) if nvrtc else None
     return facts
-
-
-def held_bytes(*holders: object) -> int:
-    """What `holders` (models, decoders, schedulers) have in memory, but for caches of keys and
-    values: weights in all their layouts, codes, tables, buffers."""
-    found: dict[int, int] = {}  # storages, by where they begin
-    cached: set[int] = set()
-    seen: set[int] = set()
-    left: list[object] = [*holders]
-    while left:
-        one = left.pop()
-        if id(one) in seen or isinstance(one, _NO_HOLDERS):
-            continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            storage = one.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(one, PagedCache):
-            tensors = (*one.keys, *one.values)
-            cached |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        else:
-            left += _parts_of(one)
-    return sum(size for place, size in found.items() if place not in cached)
-
-
-def _parts_of(one: object) -> Iterable[object]:
-    if isinstance(one, Mapping):
-        return one.values()
-    if isinstance(one, list | tuple | set | deque):
-        return one
-    if isinstance(one, partial):
-        return one.func, one.args, one.keywords
-    if isinstance(one, MethodType):
-        return (one.__self__,)
-    return getattr(one, "__dict__", {}).values()
 
 
 def free_memory(device: torch.device) -> float:

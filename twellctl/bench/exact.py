@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from twellctl.bench.device import bench_device, device_facts, held_bytes
+from twellctl.bench.device import bench_device, device_facts
 from twellctl.bench.exact_results import (
     EXACT,
     FIT,
@@ -24,6 +24,7 @@ from twellctl.bench.exact_results import (
     ExactForm,
     ExactPoint,
 )
+from twellctl.bench.held import held_bytes
 from twellctl.bench.settings import ExactSettings
 from twellctl.decoding.drafting import MOST_DRAFTS
 from twellctl.decoding.engine import EngineError, Sampling
