@@ -1,7 +1,10 @@
 """How many drafts a round has, and whose, where times and what is kept are drawn."""
 
+import math
 import random
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 import pytest
 
@@ -11,6 +14,11 @@ from twellctl.decoding.rounds import Drafts
 
 def a_row() -> dict[int, Agreement]:
     return defaultdict(Agreement)
+
+
+def kept_of(chances: Sequence[float], draw: random.Random) -> int:
+    """Drafts that are kept: up to the first of them that is not."""
+    return next((i for i, chance in enumerate(chances) if draw.random() >= chance), len(chances))
 
 
 def paced(
@@ -29,8 +37,7 @@ def paced(
         took = 1 + choice.num * (drafts[choice.drafter] + reading)
         pace.see(rows, choice, took * draw.uniform(0.98, 1.02))
         for row in known:
-            told = (draw.random() < shares[choice.drafter] for _ in range(choice.num))
-            kept = next((i for i, is_right in enumerate(told) if not is_right), choice.num)
+            kept = kept_of([shares[choice.drafter]] * choice.num, draw)
             pace.agreed(row, choice.drafter, choice.num, kept)
             tokens += 1 + kept
         chosen.append(choice)
@@ -89,3 +96,85 @@ def test_drafts_may_be_fixed():
     assert Pace(Drafts()).choose([a_row()], [7]) == Drafts()
     for most in ([], [0], [0, 0]):
         assert Pace().choose([a_row()], most) == Drafts()
+
+
+# ---- round times of a real 1.5B on an H200, drafts whose chances fall with their depth ----
+
+Text = list[tuple[float, list[float]]]  # stretches in turn: mean length, chances by depth
+
+CODE: Text = [(math.inf, [0.97 - 0.004 * depth for depth in range(7)])]
+EASY, HARD = ([0.985 - 0.005 * depth for depth in range(7)], [0.9 - 0.07 * i for i in range(7)])
+CHAT: Text = [(40, EASY), (20, HARD)]
+LONG_CHAT: Text = [(200, EASY), (100, HARD)]
+CLIFF: Text = [(math.inf, [0.94, 0.97, 0.97, 0.98, 0.98, 0.5, 0.5])]  # 7 slower than 5, as measured
+HOPELESS: Text = [(math.inf, [0.3] * 7)]
+
+
+def milliseconds(drafts: int) -> float:
+    """Of a round: the host, the steps of the drafts and the pass over all, or the plain step."""
+    return 0.1 + 0.56 * drafts + 1.25
+
+
+def answer(
+    text: Text,
+    draw: random.Random,
+    choose: Callable[[], int],
+    see: Callable[[int, int], None] = lambda drafts, kept: None,
+) -> tuple[int, float]:
+    """Tokens of an answer (128 or a few more), and milliseconds that its rounds took."""
+    tokens, took, turn, stretch_ends = 0, 0.0, 0, 0.0
+    while tokens < 128:
+        if tokens >= stretch_ends:
+            length, chances = text[turn % len(text)]
+            stretch_ends, turn = tokens + length * draw.expovariate(1), turn + 1
+        drafts = choose()
+        kept = kept_of(chances[:drafts], draw)
+        see(drafts, kept)
+        tokens, took = tokens + 1 + kept, took + milliseconds(drafts)
+    return tokens, took
+
+
+def rate(answers: Sequence[tuple[int, float]]) -> float:
+    tokens, took = zip(*answers, strict=True)
+    return sum(tokens) / sum(took)
+
+
+def best_fixed(text: Text) -> float:
+    """Tokens a millisecond with the best number of drafts, the same for all rounds."""
+    draw = random.Random(1)
+    counts = (0, 1, 2, 3, 5, 7)
+    return max(rate([answer(text, draw, lambda k=k: k) for _ in range(200)]) for k in counts)
+
+
+def answered(texts: Sequence[Text], seed: int = 0) -> list[tuple[int, float]]:
+    """An answer of each, by one engine, one after another."""
+    pace, draw, found = Pace(), random.Random(seed), []
+    for text in texts:
+        row = a_row()
+
+        def see(drafts: int, kept: int, row=row) -> None:
+            seconds = milliseconds(drafts) * draw.uniform(0.98, 1.02) / 1000
+            pace.see(1, Drafts(drafts), seconds)
+            pace.agreed(row, 0, drafts, kept)
+
+        found.append(answer(text, draw, lambda row=row: pace.choose([row], [7]).num, see))
+    return found
+
+
+@pytest.mark.parametrize("text", [CODE, CHAT, LONG_CHAT, CLIFF, HOPELESS])
+def test_the_choice_is_near_the_best_fixed_count(text):
+    assert rate(answered([text] * 60)) > 0.97 * best_fixed(text)
+
+
+def test_texts_in_turn_have_near_the_best_of_each():
+    texts = (CODE, CHAT, CLIFF)
+    answers = answered(texts * 40)
+    for i, text in enumerate(texts):
+        assert rate(answers[i :: len(texts)]) > 0.96 * best_fixed(text)
+
+
+@pytest.mark.parametrize("number", [1, 60])
+def test_drafts_that_never_pay_cost_little(number):
+    """In the first answers of an engine, too."""
+    engines = (answered([HOPELESS] * number, seed) for seed in range(60 // number))
+    assert rate(list(chain.from_iterable(engines))) * milliseconds(0) > 0.97

@@ -1,15 +1,21 @@
 """How many drafts the next round has, and whose: what gives the most tokens a second, by what was
 seen.
 
-A round of k drafts takes so long (measured, by the number of rows), and gives so many tokens (by
-how many of the drafts of late were kept, sequence by sequence). Rounds without drafts are one of
-the choices. No token depends on the choice.
+A round of k drafts takes so long (measured, by the number of rows), and gives one token and those
+drafts that are kept. How often a draft is kept, after drafts that were kept, is counted by its
+depth in the round, over the rounds of all sequences of late; a depth that none reached has the
+chance of the one before it. What is refused of a sequence is, at every depth, so many times more or
+less than that as it was in its own rounds of late. Rounds without drafts are one of the choices. No
+token depends on the choice.
 """
 
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import TypeAlias
 
 from twellctl.decoding.rounds import Drafts
@@ -19,30 +25,41 @@ _FIRST = 3  # that are tried, where none was
 _TRIALS = 3  # rounds of a kind before it is believed what they take
 _GAIN = 1.03  # that drafts must promise
 _AGAIN = 64  # rounds; one of so many is of the other kind, with drafts or without
-_MEMORY = 16  # drafts of a sequence that count
-_OF_ALL = 256  # and of all sequences
-_PRIOR = 4  # drafts that a sequence begins with, of those seen of others
+_CHANCE = 0.75  # of a draft, before any was seen
+_MEMORY = 16  # rounds of a sequence, in which what was seen fades to 1/e
+_OF_ALL = 128  # and of all sequences
+_PRIOR = 3  # drafts that a depth begins with, as of the one before, and a sequence, as of all
 _FRESH = 0.25  # weight of the newest time
+_LEAST = 1e-9  # seconds of a round
 
 
 @dataclass
 class Agreement:
-    """Of late: drafts that were kept, and rounds in which one was not."""
+    """By depth in the round, of late: drafts that came after ones that were kept, and those of them
+    that were kept, too."""
 
-    kept: float = 0.0
-    refused: float = 0.0
+    reached: list[float] = field(default_factory=lambda: [0.0] * _COUNTS[-1])
+    kept: list[float] = field(default_factory=lambda: [0.0] * _COUNTS[-1])
 
     def see(self, offered: int, kept: int, memory: int = _MEMORY) -> None:
         """A round in which `kept` of `offered` drafts were kept."""
-        self.kept += kept
-        self.refused += kept < offered
-        total = self.kept + self.refused
-        if total > memory:
-            self.kept, self.refused = self.kept * memory / total, self.refused * memory / total
+        reached, stays = min(offered, kept + 1), 1 - 1 / memory
+        self.reached = [stays * each + (i < reached) for i, each in enumerate(self.reached)]
+        self.kept = [stays * each + (i < kept) for i, each in enumerate(self.kept)]
 
-    def share(self, prior: float) -> float:
-        """Of drafts that are kept, given that the one before was; `prior`: before any was seen."""
-        return (self.kept + _PRIOR * prior) / (self.kept + self.refused + _PRIOR)
+    def chances(self) -> list[float]:
+        """Of a draft after ones that were kept, by depth; below 1."""
+        found, before = [], _CHANCE
+        for reached, kept in zip(self.reached, self.kept, strict=True):
+            before = (kept + _PRIOR * before) / (reached + _PRIOR)
+            found.append(before)
+        return found
+
+    def times_refused(self, chances: Rows[float]) -> float:
+        """How many times as many were refused as if they had these `chances`, by depth."""
+        refused, prior = sum(self.reached) - sum(self.kept), _PRIOR * (1 - chances[0])
+        expected = sum(self.reached) - sum(map(mul, self.reached, chances))
+        return (refused + prior) / (expected + prior)
 
 
 Agreements: TypeAlias = Mapping[int, Agreement]  # of a sequence, by drafters
@@ -57,7 +74,7 @@ class Pace:
 
     def __init__(self, fixed: Drafts | None = None):
         self._fixed = fixed
-        self._all: dict[int, Agreement] = defaultdict(lambda: Agreement(kept=3, refused=1))
+        self._all: dict[int, Agreement] = defaultdict(Agreement)  # by drafters
         # by the number of rows
         self._seconds: dict[int, dict[Drafts, float]] = defaultdict(dict)
         self._counted: dict[tuple[int, Drafts], int] = defaultdict(int)
@@ -78,11 +95,13 @@ class Pace:
                 return trial
         rates: dict[Drafts, float] = {}
         for drafter, room in enumerate(most):
-            tokens = self._tokens(rows, drafter, room)
-            of_drafter = (Drafts(k, drafter) for k in _COUNTS if k <= room)
-            rates |= {each: tokens[each.num] / self._time(size, each) for each in of_drafter}
+            counts = [k for k in _COUNTS if k <= room]
+            if not counts:
+                continue
+            tokens, known = self._tokens(rows, drafter), self._known(size, drafter)
+            rates |= {Drafts(k, drafter): tokens[k] / _time(known, k) for k in counts}
         choices = list(rates)
-        plain = len(rows) / self._time(size, Drafts())
+        plain = len(rows) / self._seconds[size][Drafts()]
         best = max(choices, key=rates.__getitem__)
         if rates[best] > _GAIN * plain:
             return best if self._rounds % _AGAIN else Drafts()
@@ -94,42 +113,41 @@ class Pace:
         size, drafts = _size(num_rows), drafts if drafts.num else Drafts()
         known = self._seconds[size]
         before = known.get(drafts)
+        seconds = max(seconds, _LEAST)
         known[drafts] = seconds if before is None else before + _FRESH * (seconds - before)
         self._counted[size, drafts] += 1
 
     def agreed(self, row: dict[int, Agreement], drafter: int, offered: int, kept: int) -> None:
         """What became of the drafts of a row."""
-        row[drafter].see(offered, kept)
-        self._all[drafter].see(offered, kept, _OF_ALL)
+        if offered:
+            row[drafter].see(offered, kept)
+            self._all[drafter].see(offered, kept, _OF_ALL)
 
-    def _tokens(self, rows: Rows[Agreements], drafter: int, most: int) -> list[float]:
-        """That a round of all rows gives with 0, 1 .. `most` drafts."""
-        prior = self._all[drafter].share(0.75)
-        tokens = [float(len(rows))] * (most + 1)
+    def _tokens(self, rows: Rows[Agreements], drafter: int) -> list[float]:
+        """That a round of all rows gives with 0, 1 .. drafts."""
+        chances, more = self._all[drafter].chances(), [0.0] * _COUNTS[-1]
         for row in rows:
-            share = row[drafter].share(prior)
-            all_kept, more = 1.0, 0.0
-            for num in range(1, most + 1):
-                all_kept *= share
-                more += all_kept
-                tokens[num] += more
-        return tokens
+            times, all_kept = row[drafter].times_refused(chances), 1.0
+            for depth, chance in enumerate(chances):
+                all_kept *= max(0.0, 1 - times * (1 - chance))
+                more[depth] += all_kept
+        return list(accumulate(more, initial=float(len(rows))))
 
-    def _time(self, size: int, drafts: Drafts) -> float:
-        """Above 0: as measured, or on a line through the two measured counts beside it."""
-        return max(self._measured(size, drafts), 1e-9)
+    def _known(self, size: int, drafter: int) -> dict[int, float]:
+        """Seconds that rounds took, by the number of drafts."""
+        of_size = self._seconds[size].items()
+        return {of.num: took for of, took in of_size if of.drafter == drafter or not of.num}
 
-    def _measured(self, size: int, drafts: Drafts) -> float:
-        of_size, (num, drafter) = self._seconds[size], drafts
-        if drafts in of_size:
-            return of_size[drafts]
-        of_drafter = [of for of in of_size if of.drafter == drafter or not of.num]
-        known = {of.num: of_size[of] for of in of_drafter}
-        below = [other for other in sorted(known) if other < num]
-        above = [other for other in sorted(known) if other > num]
-        one, other = (below[-1], above[0]) if above else below[-2:]
+
+def _time(known: Mapping[int, float], num: int) -> float:
+    """As measured, or on a line through the two measured counts beside it; above 0."""
+    if num not in known:
+        counts = sorted(known)
+        place = min(bisect(counts, num), len(counts) - 1)
+        one, other = counts[place - 1], counts[place]
         slope = (known[other] - known[one]) / (other - one)
-        return known[one] + slope * (num - one)
+        return max(known[one] + slope * (num - one), _LEAST)
+    return known[num]
 
 
 def _size(num_rows: int) -> int:
