@@ -8,10 +8,11 @@ import openai
 import pytest
 from compiled import EVERY_CASE
 from edits import json_in, weights_in
-from fits import fits_of
+from fits import QUICK, fits_of
 from serving_client import get, running
 
 from twellctl.bundle.twell_int4 import PackedLinear
+from twellctl.convert import convert
 from twellctl.decoding.pace import Pace
 from twellctl.decoding.rounds import Drafts
 from twellctl.errors import TwellError, UsageError
@@ -87,6 +88,16 @@ def test_what_is_equal_is_in_memory_once(fits, silu_llama):
     assert draft.lm_head.weight is model.lm_head.weight
     assert draft.model.norm.weight is model.model.norm.weight
     assert isinstance(draft.model.layers[0].self_attn.q_proj, PackedLinear)
+
+
+def test_layers_that_are_rounded_have_other_names_in_latent_attention(
+    make_model, text_file, tmp_path
+):
+    source, fit = make_model("minicpm3"), tmp_path / "fit"
+    settings = QUICK | {"bits": 4, "group_size": 8, "keep_activation": True}
+    convert(source, fit, data=[str(text_file)], **settings)
+    known = load(source, stable=True).generate(PROMPTS[0], max_tokens=9).text()
+    assert load(fit, exact=True, original=source).generate(PROMPTS[0], max_tokens=9).text() == known
 
 
 def test_the_command_says_how_many_tokens_came_of_a_pass(success, fits, silu_llama, answers):

@@ -185,5 +185,6 @@ def are_equal(one, other) -> bool:
 
 
 def is_of_layers(name: str) -> bool:
-    """Whether a parameter is of a linear layer in a block, which rounding changes."""
-    return "_proj." in name
+    """Whether a parameter is of a linear layer in a block, which rounding changes: `q_proj`, or
+    `kv_a_proj_with_mqa`."""
+    return "_proj" in name
