@@ -43,6 +43,11 @@ def exported(model, text, out, overwrite):
     export(model, out, overwrite=overwrite)
 
 
+def exported_both(model, text, out, overwrite):
+    """`model` has its original in its folder."""
+    export(model, out, overwrite=overwrite, with_original=True)
+
+
 def finetuned(model, text, out, overwrite):
     recipe = small(text, max_steps=3, save_steps=1, eval_steps=2)
     resume = run_folder(Path(out)).exists()
@@ -60,7 +65,7 @@ def piped(model, text, out, overwrite):
     get_command(app)(["run", str(file), "--keep-going", "--quiet"], standalone_mode=False)
 
 
-JOBS = {job.__name__: job for job in (converted, exported, finetuned, rounded)}
+JOBS = {job.__name__: job for job in (converted, exported, exported_both, finetuned, rounded)}
 
 
 def _forked(job, *words) -> int:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from twellctl.bundle.twell_int4 import expand, kept_codes, pack, unpack
 from twellctl.convert import convert
+from twellctl.doctor import doctor
 from twellctl.errors import TwellError, UsageError
 from twellctl.evaluate import evaluate
 from twellctl.export import export
@@ -35,7 +36,7 @@ def rounded(make_model, text_file, tmp_path_factory):
 
     @functools.cache
     def fit(family="llama", **settings):
-        source = make_model(family, **FAMILIES[family])
+        source = make_model(family, **FAMILIES.get(family, {}))
         out = tmp_path_factory.mktemp("rounded") / "out"
         done = convert(source, out, data=[str(text_file)], **ROUND | settings)
         return source, out, done
@@ -223,14 +224,52 @@ def test_settings_that_do_not_go_together(make_model, text_file, tmp_path, setti
     assert not (tmp_path / "out").exists()
 
 
-def test_of_the_model_itself_there_is_nothing_to_profile_or_export(rounded, text_file, tmp_path):
+def test_of_the_model_itself_there_is_nothing_to_profile(rounded, text_file, tmp_path):
     _, out, _ = rounded(keep_activation=True)
     for refuse in (
-        lambda: export(out, tmp_path / "a"),
         lambda: profile(out, data=[str(text_file)]),
+        lambda: export(out, tmp_path / "a", profile=tmp_path / "profile.json"),
+        lambda: export(out, tmp_path / "a", bench=tmp_path / "bench.json"),
     ):
         with pytest.raises(TwellError, match=r"is a SiLU model in 4 bits, made with --keep-activ"):
             refuse()
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5_text"])
+def test_an_export_of_the_model_itself_is_as_it_was(rounded, family, tmp_path):
+    """Its files say nothing of code; the activation is the family's own."""
+    _, out, _ = rounded(family, keep_activation=True)
+    with json_in(out / "config.json") as config:
+        before = dict(config)
+    done = export(out, tmp_path / "export")
+    assert (done.class_name, done.sharpness, done.has_original) == (None, None, False)
+    one, other = (load_file(path / "model.safetensors") for path in (out, tmp_path / "export"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert json.loads((tmp_path / "export/config.json").read_text()).items() >= before.items()
+    named = {path.name for path in out.iterdir()}
+    assert {path.name for path in (tmp_path / "export").iterdir()} == named
+    _, bundle, *_ = doctor(tmp_path / "export").folder
+    assert (bundle.state, bundle.what) == ("none", "none: every neuron fires")
+
+
+def test_the_card_of_an_export_has_what_was_measured(rounded, text_file, tmp_path):
+    source, out, _ = rounded(keep_activation=True)
+    measured = tmp_path / "eval.json"
+    judged = evaluate(out, data=[str(text_file)], reference=source, seq_len=32, max_tokens=512)
+    measured.write_text(json.dumps(judged.to_json()))
+    folder = shutil.copytree(out, tmp_path / "copy")
+    with json_in(folder / "config.json") as config:
+        config["twell"]["source"] = "owner/model"
+    export(folder, tmp_path / "export", evaluation=measured)
+    card = (tmp_path / "export/README.md").read_text()
+    assert (
+        f"| this model | text of its evaluation | {judged.text.score.cross_entropy:.4f} |" in card
+    )
+    assert "Every neuron is computed for every token." in card
+    assert "base_model: owner/model\nbase_model_relation: quantized\n" in card
+    assert "trust_remote_code" not in card
 
 
 def test_the_model_itself_is_rounded_where_relu_would_do_harm(make_model, text_file, tmp_path):

@@ -16,8 +16,10 @@ from pathlib import Path
 import kill_jobs
 import pytest
 from compiled import EVERY_CASE
+from fits import QUICK
 
 from twellctl.convert import convert
+from twellctl.export import export
 
 FOREVER = 1e9
 KILLS = int(os.environ.get("TWELL_TEST_KILLS", "1"))
@@ -34,13 +36,17 @@ def run(warm):
 
 
 @pytest.fixture(scope="module")
-def sources(make_model, tmp_path_factory) -> dict[str, list]:
+def sources(make_model, text_file, tmp_path_factory) -> dict[str, list]:
     """What each job makes its old and its new OUT of."""
     silu = [make_model("llama", seed=seed) for seed in (1, 2)]
-    relu = [tmp_path_factory.mktemp("relu") / "model" for _ in silu]
-    for model, out in zip(silu, relu, strict=True):
-        convert(model, out)
-    return {"converted": silu, "rounded": silu, "exported": relu, "finetuned": relu}
+    relu, both = ([tmp_path_factory.mktemp(name) / "model" for _ in silu] for name in ("r", "b"))
+    for model, plain, export_of_both in zip(silu, relu, both, strict=True):
+        convert(model, plain)
+        draft = tmp_path_factory.mktemp("draft") / "model"
+        convert(model, draft, data=[str(text_file)], bits=4, keep_activation=True, **QUICK)
+        export(draft, export_of_both, with_original=True, original=model)
+    found = {"converted": silu, "rounded": silu, "exported": relu, "finetuned": relu}
+    return found | {"exported_both": both}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +87,7 @@ def beside(out: Path) -> set[str]:
         (job, old)
         for job in kill_jobs.JOBS
         for old in (False, True)
-        if EVERY_CASE or (job, old) not in (("finetuned", True), ("rounded", True))
+        if EVERY_CASE or not old or job in ("converted", "exported")
     ],
 )
 def test_at_random_moments(run, sources, results, text_file, tmp_path, job, overwrite):

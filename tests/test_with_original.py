@@ -21,11 +21,13 @@ from twellctl.export import export
 from twellctl.generate import load
 from twellctl.models import shard_writer
 from twellctl.models.checkpoint import open_checkpoint
-from twellctl.models.loading import fingerprint
+from twellctl.models.loading import fingerprint, quiet_transformers
 from twellctl.models.shards import ORIGINAL, SINGLE
 from twellctl.report.charts import short_name
 
-FITS = {"plain": {}, "4 bits": {"bits": 4, "group_size": 16}}
+BITS4 = {"bits": 4, "group_size": 16}
+FITS = {"plain": {}, "4 bits": BITS4, "SiLU in 4 bits": BITS4 | {"keep_activation": True}}
+EXPORTS = {name: (name, None) for name in FITS} | {"FP8": ("plain", "fp8")}
 PROMPT = "import os\n\ndef main"
 pytestmark = pytest.mark.usefixtures("no_answers")
 
@@ -40,11 +42,7 @@ def fits(silu_llama, text_file, tmp_path_factory):
 def exports(fits, silu_llama, tmp_path_factory):
     """With the original, by name; read only."""
     found = {}
-    for name, fit, quantize in (
-        ("plain", "plain", None),
-        ("4 bits", "4 bits", None),
-        ("FP8", "plain", "fp8"),
-    ):
+    for name, (fit, quantize) in EXPORTS.items():
         found[name] = tmp_path_factory.mktemp("exports") / "model"
         how = {"quantize": quantize, "with_original": True, "original": silu_llama}
         assert export(fits[fit], found[name], **how).has_original
@@ -60,7 +58,7 @@ def names_in(folder) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["plain", "4 bits", "FP8"])
+@pytest.mark.parametrize("name", EXPORTS)
 def test_the_original_is_whole_and_what_is_equal_lies_once(exports, silu_llama, name):
     folder = exports[name]
     original = open_checkpoint(folder / ORIGINAL)
@@ -82,7 +80,7 @@ def test_the_original_is_whole_and_what_is_equal_lies_once(exports, silu_llama, 
         assert files[file.removeprefix("../")] <= shared
 
 
-@pytest.mark.parametrize("name", ["plain", "4 bits", "FP8"])
+@pytest.mark.parametrize("name", EXPORTS)
 def test_exact_answers_need_no_other_folder(exports, silu_llama, name, tmp_path, monkeypatch):
     monkeypatch.setattr("twellctl.decoding.tally.Pace", lambda fixed: Pace(Drafts(4)))
     known = load(silu_llama, stable=True)
@@ -104,6 +102,17 @@ def test_transformers_loads_the_fit_and_the_original(exports, fits, silu_llama, 
             logits = [
                 AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits
                 for path in (one, other)
+            ]
+            assert torch.equal(*logits)
+
+
+def test_transformers_loads_a_draft_in_4_bits_beside_its_original(exports, fits, silu_llama):
+    pytest.importorskip("compressed_tensors", reason="the reader of this format")
+    folder, ids = exports["SiLU in 4 bits"], torch.arange(40).view(2, 20)
+    with torch.no_grad(), quiet_transformers():
+        for one, other in ((folder, fits["SiLU in 4 bits"]), (folder / ORIGINAL, silu_llama)):
+            logits = [
+                AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (one, other)
             ]
             assert torch.equal(*logits)
 
@@ -201,6 +210,16 @@ def test_run_puts_its_own_model_there(success, silu_llama, text_file, tmp_path):
     (tmp_path / "again.yaml").write_text(json.dumps(again))
     success("run", tmp_path / "again.yaml")
     assert open_checkpoint(tmp_path / "again/exported" / ORIGINAL).activation == "silu"
+    steps["out"] = str(tmp_path / "rounded")
+    steps["convert"] |= {"bits": 4, "group-size": 16, "keep-activation": True}
+    (tmp_path / "rounded.yaml").write_text(json.dumps(steps))
+    said, _ = success("run", tmp_path / "rounded.yaml")
+    exported = tmp_path / "rounded/exported"
+    assert f"{exported}: the model in 4 bits, every neuron is computed" in said
+    assert said.splitlines()[-1] == f"next: twellctl generate {exported} PROMPT --exact"
+    assert fingerprint(open_checkpoint(exported / ORIGINAL)) == fingerprint(
+        open_checkpoint(silu_llama)
+    )
 
 
 # ---- what is refused ----
@@ -221,7 +240,16 @@ def test_an_original_that_does_not_belong(fits, relu_llama, silu_llama, make_mod
         weights["model.layers.1.self_attn.v_proj.weight"][0, 0] += 1
     with pytest.raises(TwellError, match=r"model.layers.1.self_attn.v_proj.weight differs"):
         export(changed, out, with_original=True, original=silu_llama)
-    assert not out.exists()
+    rounded = fits["SiLU in 4 bits"]
+    with pytest.raises(TwellError, match="name that with --original MODEL"):
+        export(rounded, out, with_original=True)
+    with pytest.raises(TwellError, match=r"nowhere does not exist: give a model folder"):
+        export(rounded, out, with_original=True, original=tmp_path / "nowhere")
+    with pytest.raises(TwellError, match=r"changed after that: lm_head.weight differs"):
+        export(rounded, out, with_original=True, original=make_model("llama", seed=1))
+    with pytest.raises(TwellError, match="is quantised already"):
+        export(rounded, out, with_original=True, original=fits["4 bits"])
+    assert [*tmp_path.iterdir()] == [changed]
 
 
 def test_files_of_the_folder_above_are_for_an_original_alone(exports, tmp_path):

@@ -116,7 +116,8 @@ def _find_bundle(checkpoint: Checkpoint) -> Finding:
     named, scheme = _named_code(checkpoint.path), checkpoint.scheme
     exported = any(target.startswith("modeling_twell.") for target in named)
     if not exported and not (checkpoint.path / "twell_manifest.json").exists():
-        return Finding("bundle", "none", "none: this is not an export")
+        why = "every neuron fires" if checkpoint.is_only_rounded else "this is not an export"
+        return Finding("bundle", "none", f"none: {why}")
     try:
         from twellctl.bundle.twell_bundle import make_bundle, read_bundle
 

@@ -1,10 +1,13 @@
-"""twellctl export: writes a ReLU model as a folder that transformers can run with TwELL.
+"""twellctl export: writes a model as a folder that transformers and other engines can run.
 
-Weights are written in SiLU form (models/silu_form.py), which engines that support only SiLU can
-run, and may be quantised (models/schemes.py). Those in 4 bits stay so. One file is in memory at a
-time. NaN and infinity are refused. config.json names both the stock class and ours, and holds the
-slots of a profile. The folder also gets the bundle: the code, the kernels' sources, and the
-manifest with their sha256 and that of quantised weights.
+Weights of a ReLU model are written in SiLU form (models/silu_form.py), which engines that support
+only SiLU can run, and may be quantised (models/schemes.py). Those in 4 bits stay so. One file is in
+memory at a time. NaN and infinity are refused. config.json names both the stock class and ours, and
+holds the slots of a profile. The folder also gets the bundle: the code, the kernels' sources, and
+the manifest with their sha256 and that of quantised weights.
+
+A model that was only rounded to 4 bits has no such form, no profile and no bundle: every neuron
+fires, and its stock class computes all of it.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -20,7 +23,7 @@ from twellctl.firing.profiled import Profile, read_profile
 from twellctl.here.resources import bundle_files
 from twellctl.models.card import read_evaluation, write_card
 from twellctl.models.card_speed import read_bench
-from twellctl.models.carried import copy_side_files, own_file, write_config
+from twellctl.models.carried import CODE, copy_side_files, own_file, write_config
 from twellctl.models.checkpoint import GATED, SILU, Checkpoint, open_checkpoint
 from twellctl.models.in_vllm import is_served_over_twell
 from twellctl.models.originals import find_original
@@ -38,18 +41,19 @@ if TYPE_CHECKING:
 class Exported(Shown):
     """What `export` wrote. `class_name` is the class that `trust_remote_code` loads.
 
-    `sharpness` is the least sharpness of any ReLU neuron. `scheme` is what the weights of
-    linear layers are stored in (models/schemes.py), None for plain floats. `over_twell_in_vllm`:
-    whether vLLM serves the export with TwELL if twellctl is installed. `has_original`: whether the
-    folder holds the fit's original, too.
+    `sharpness` is the least sharpness of any ReLU neuron. Both are None for a model that was only
+    rounded: every neuron fires. `scheme` is what the weights of linear layers are stored in
+    (models/schemes.py), None for plain floats. `over_twell_in_vllm`: whether vLLM serves the export
+    with TwELL if twellctl is installed. `has_original`: whether the folder holds the model that it
+    was made from, too.
     """
 
     out: Path
-    class_name: str
+    class_name: str | None
     tile: int
     slots: tuple[int, ...]
     profiled: bool
-    sharpness: int
+    sharpness: int | None
     scheme: Scheme | None
     over_twell_in_vllm: bool
     has_original: bool
@@ -78,13 +82,14 @@ def export(
     overwrite: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> Exported:
-    """Write the ReLU `model` to `out`, with the bundle that runs it with TwELL.
+    """Write `model` to `out`: a ReLU model with the bundle that runs it with TwELL, or one that
+    was only rounded to 4 bits, with its codes as they are.
 
     Slots come from `profile`, else from the model. The model card gets losses and tasks from
     `evaluation`, an 'eval --json' file, and the steps per second from `bench`, a 'bench decode
     --json' file. `quantize` names the scheme to which the weights of linear layers are rounded
-    (models/schemes.py). `with_original`: the folder also holds the model that `model` was fitted
-    to (`original` as in `twellctl.generate.load`), for exact answers (models/with_original.py).
+    (models/schemes.py). `with_original`: the folder also holds the model that `model` was made
+    from (`original` as in `twellctl.generate.load`), for exact answers (models/with_original.py).
     Raises `TwellError`.
     """
     out = from_home(out)
@@ -96,7 +101,8 @@ def export(
         checkpoint = open_checkpoint(model)
         if quantize is not None or checkpoint.scheme is not INT4:
             checkpoint.require_unquantised()
-        checkpoint.require_relu()
+        if profile or bench or not checkpoint.is_only_rounded:
+            checkpoint.require_relu()
         source = find_original(checkpoint, with_original, original, "--with-original")
         measured = _read_measured(checkpoint, profile, evaluation, bench, quantize)
         config, largest = _write_model(checkpoint, stage, measured, quantize, source)
@@ -140,21 +146,30 @@ def _write_model(
     original: Checkpoint | None,
 ) -> tuple[dict[str, Any], float]:
     """Write all but the card. Returns config.json and the largest value that was measured."""
-    from twellctl.models.silu_form import choose_form
-
     twell = measured.twell
     if quantize is not None:
         origin = checkpoint.hub_id or checkpoint.path.resolve().name
         twell = twell | {"rounded_from": encodable(origin)}
-    layers = measured.profile.layers if measured.profile else ()
-    form, largest = choose_form(layers, checkpoint.ffn.num_layers, checkpoint.silu_form)
-    activation = {checkpoint.activation_key: _stock_activation(twell["source_act"])}
-    config = checkpoint.config | activation | {"twell": twell | form}
+    form, largest = _form_of(checkpoint, measured.profile)
+    config = {key: value for key, value in checkpoint.config.items() if key not in CODE}
+    config["twell"] = twell | form
+    if form:
+        config[checkpoint.activation_key] = _stock_activation(twell["source_act"])
     config |= _write_weights_and_bundle(checkpoint, folder, form, quantize, original)
     config |= for_all_readers(config)
     copy_side_files(checkpoint, folder)
     write_config(folder, config)
     return config, largest
+
+
+def _form_of(checkpoint: Checkpoint, profile: Profile | None) -> tuple[dict[str, Any], float]:
+    """As `choose_form`; no form for a model that was only rounded."""
+    from twellctl.models.silu_form import choose_form
+
+    if checkpoint.is_only_rounded:
+        return {}, 0.0
+    layers = profile.layers if profile else ()
+    return choose_form(layers, checkpoint.ffn.num_layers, checkpoint.silu_form)
 
 
 def _stock_activation(source_act: str) -> str:
@@ -210,14 +225,14 @@ def _note_lost_map(checkpoint: Checkpoint, note: Callable[[str], None]) -> None:
 def _exported(
     out: Path, config: dict[str, Any], *, is_profiled: bool, has_original: bool
 ) -> Exported:
-    twell = config["twell"]
+    twell, ours = config["twell"], config.get("auto_map")
     return Exported(
         out=out,
-        class_name=config["auto_map"]["AutoModelForCausalLM"].split(".")[-1],
+        class_name=ours["AutoModelForCausalLM"].split(".")[-1] if ours else None,
         tile=twell["tile"],
         slots=tuple(twell["slots"]),
         profiled=is_profiled,
-        sharpness=least_sharpness(twell),
+        sharpness=least_sharpness(twell) if ours else None,
         scheme=scheme_of(config),
         over_twell_in_vllm=is_served_over_twell(config),
         has_original=has_original,
@@ -232,7 +247,7 @@ def _write_weights_and_bundle(
     original: Checkpoint | None,
 ) -> dict:
     """Write both, for weights that are sound, and what the `original` has besides; what config.json
-    says of classes and weights."""
+    says of classes and weights. Without a `form` there is no bundle."""
     from twellctl.bundle.twell_bundle import make_bundle, write_bundle
     from twellctl.bundle.twell_model import config_entries
     from twellctl.models.exportable import exportable_skeleton
@@ -241,7 +256,8 @@ def _write_weights_and_bundle(
     from twellctl.models.with_original import equal_tensors, write_original
 
     model = exportable_skeleton(checkpoint)
-    entries = config_entries(type(model).__name__, checkpoint.config["model_type"])
+    kind = checkpoint.config["model_type"]
+    entries = config_entries(type(model).__name__, kind) if form else {}
     for shard in checkpoint.shards:
         own_file(checkpoint.path / shard)
     apart = set() if original is None else equal_tensors(original, checkpoint)
@@ -257,20 +273,21 @@ def _write_weights_and_bundle(
     if original is not None:
         file_of = {name: file.name for file in files for name in read_header(file)}
         write_original(original, folder, {name: file_of[name] for name in apart})
-    is_rounded = quantize is not None or checkpoint.scheme is not None
-    write_bundle(folder, make_bundle(bundle_files(), files if is_rounded else ()))
+    if form:
+        is_rounded = quantize is not None or checkpoint.scheme is not None
+        write_bundle(folder, make_bundle(bundle_files(), files if is_rounded else ()))
     return entries
 
 
 def _in_silu_form(
     checkpoint: Checkpoint, form: dict, first: Container[str]
 ) -> Iterator[tuple[str, "Tensor"]]:
-    """Names and tensors in SiLU form, those that are named in `first` before others; `TwellError`
-    for a weight that overflows its dtype."""
+    """Names and tensors in SiLU form, if there is a `form`, those that are named in `first` before
+    others; `TwellError` for a weight that overflows its dtype."""
     from twellctl.models.loading import read_tensors
     from twellctl.models.silu_form import factors, scaled
 
-    by = factors(checkpoint.stored, form, checkpoint.ffn.intermediate_size)
+    by = factors(checkpoint.stored, form, checkpoint.ffn.intermediate_size) if form else {}
     names = sorted(checkpoint.stored, key=lambda name: name not in first)
     for name, tensor in read_tensors(checkpoint, names, packed=True):
         if name in by:

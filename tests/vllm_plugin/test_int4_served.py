@@ -16,7 +16,8 @@ FIT = {"bits": 4, "group_size": 32, "tokens": 2048, "seq_len": 32, "steps": 2, "
 
 @pytest.fixture(scope="module")
 def exports(make_model, text_file, sizes, tmp_path_factory) -> dict[str, Path]:
-    """By family; 320 neurons and a map of 64, so that all sizes are multiples of 128."""
+    """By family; 320 neurons and a map of 64, so that all sizes are multiples of 128. And a SiLU
+    model beside its original."""
     made = {}
     for family in ("llama", "phi3", "qwen2"):
         folder = tmp_path_factory.mktemp(f"int4-{family}")
@@ -24,7 +25,11 @@ def exports(make_model, text_file, sizes, tmp_path_factory) -> dict[str, Path]:
         convert(model, folder / "relu", data=[str(text_file)], map_rank=64, **FIT)
         export(folder / "relu", folder / family)
         made[family] = folder / family
-    return made
+    folder, kept = tmp_path_factory.mktemp("int4-silu"), FIT | {"keep_activation": True}
+    model = make_model("llama", seed=5, **sizes)
+    convert(model, folder / "draft", data=[str(text_file)], **kept)
+    export(folder / "draft", folder / "both", with_original=True, original=model)
+    return made | {"both": folder / "both"}
 
 
 def test_vllm_says_what_transformers_says(exports, ask_vllm):

@@ -241,7 +241,13 @@ def _try_out(model: str, settings: Recipe) -> None:
 
 
 def export(
-    model: ReluModel,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A ReLU model folder, or one that 'convert --bits 4 --keep-activation' wrote.",
+        ),
+    ],
     out: Out,
     profile: ProfileFile = None,
     evaluation: EvaluationFile = None,
@@ -251,7 +257,7 @@ def export(
         bool,
         typer.Option(
             "--with-original",
-            help="Put the model that MODEL was fitted to into OUT as well, for --exact without "
+            help="Put the model that MODEL was made from into OUT as well, for --exact without "
             "--original. Weights that are equal in both lie there once.",
         ),
     ] = False,
@@ -270,6 +276,9 @@ def export(
     transformers uses TwELL with trust_remote_code=True, even without twellctl installed. ReLU is
     written as a sharp SiLU, so engines that support only SiLU, like llama.cpp, mlx-lm and vLLM,
     give the same results.
+
+    A model in 4 bits that kept its activation stays as it is, and needs no code of ours. With
+    --with-original, OUT is all that --exact needs.
     """
     ui.doing(f"checking the weights of {model} and writing them")
     from twellctl.export import export as run

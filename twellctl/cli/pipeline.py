@@ -104,7 +104,7 @@ def _check_rounded(file: Path, content: dict[str, Any]) -> None:
     """`UsageError` for a step that refuses the model in 4 bits which convert makes before it."""
     made = content.get("convert") or {}
     keeps = bool(made.get("keep-activation"))
-    refusing = ("finetune", "profile", "export") if keeps else ("finetune",)
+    refusing = ("finetune", "profile") if keeps else ("finetune",)
     for name in refusing if made.get("bits") else ():
         if name in content:
             flag = "keep-activation" if keeps else "bits"

@@ -129,9 +129,9 @@ def write_card(folder: Path, name: str, source: Path, **measured: Any) -> None:
     base = config["twell"].get("source")
     scheme = scheme_of(config)
     metrics = [] if scheme and scheme.by_export else _metrics(figures)
-    tags = SPARSE if _is_sparse(config) else []
+    tags, relation = (SPARSE, "finetune") if _is_sparse(config) else ([], "quantized")
     card = _CARD.format(
-        front=front_matter(name, base, source, tags, metrics),
+        front=front_matter(name, base, relation, source, tags, metrics),
         name=name,
         quoted=json.dumps(name, ensure_ascii=False),
         what=_RELU if _is_sparse(config) else _ROUNDED,

@@ -31,14 +31,16 @@ class Metric:
 def front_matter(
     name: str,
     base: str | None,
+    relation: str,
     source: Path,
     tags: Sequence[str],
     metrics: Sequence[Metric],
 ) -> str:
-    """The lines between the rules: licence as in the card of `source`, base, `tags`, metrics."""
+    """The lines between the rules: licence as in the card of `source`, `tags`, metrics, and the
+    `relation` to the base as hubs call it."""
     known = _licence(source)
     if base:
-        known |= {"base_model": base, "base_model_relation": "finetune"}
+        known |= {"base_model": base, "base_model_relation": relation}
     known |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     known["tags"] = [TWELL, *tags]
     if metrics:

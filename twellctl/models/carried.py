@@ -37,7 +37,7 @@ SIDE_FILES = {
 TEMPLATES = "additional_chat_templates"
 CARD = "README.md"
 _LICENCE = re.compile(r"(licen[sc]e|notice|copying|use_policy)(-\w+)?(\.(txt|md))?", re.IGNORECASE)
-_CODE = ("auto_map", "custom_generate")
+CODE = ("auto_map", "custom_generate")  # entries of settings that name code
 _OF_A_MACHINE = ("_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file")
 
 
@@ -113,7 +113,7 @@ def clean_side_file(path: Path) -> None:
     content = json_object(path) if path.name.endswith("_config.json") else None
     if content is None:
         return
-    kept = {k: v for k, v in content.items() if k not in (*_OF_A_MACHINE, *_CODE)}
+    kept = {k: v for k, v in content.items() if k not in (*_OF_A_MACHINE, *CODE)}
     if (name := kept.get("tokenizer_class")) == "TokenizersBackend":  # of transformers 5
         kept["tokenizer_class"] = "PreTrainedTokenizerFast"
     elif name is not None and not str(name).isidentifier():

@@ -105,6 +105,11 @@ class Checkpoint:
         changed = any((self.path / name).exists() for name in (REPORT_FILE, FIT_FILE))
         return self.activation == "relu" and self.twell["source_act"] != "relu" and not changed
 
+    @property
+    def is_only_rounded(self) -> bool:
+        """Whether it is in 4 bits with the activation that it had: every neuron fires."""
+        return self.is_gated_source and self.scheme is INT4
+
     def beware_of_noise(self, note: Callable[[str], None]) -> None:
         """Say so if the model was only converted."""
         if self.is_only_converted:
@@ -165,7 +170,7 @@ class Checkpoint:
 
     def require_relu(self) -> None:
         """Refuse a model whose FFNs are not ReLU (yet)."""
-        if self.is_gated_source and self.scheme is INT4:  # which convert refuses
+        if self.is_only_rounded:  # which convert refuses
             raise TwellError(
                 f"{self.name} is a {self._kind} in 4 bits, made with --keep-activation: every "
                 "neuron fires, and other engines run the folder as it is; for a ReLU model in 4 "

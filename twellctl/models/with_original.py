@@ -7,14 +7,12 @@ Tensors that both have, byte for byte, lie once: in files without others, which 
 from collections.abc import Mapping
 from pathlib import Path
 
-from twellctl.models.carried import copy_side_files, own_file, write_config
+from twellctl.models.carried import CODE, copy_side_files, own_file, write_config
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import opened, read_tensors
 from twellctl.models.originals import are_equal, is_of_layers, not_made_from
 from twellctl.models.shard_writer import write_shards
 from twellctl.models.shards import ABOVE, ORIGINAL
-
-_CODE = ("auto_map", "custom_generate")
 
 
 def equal_tensors(original: Checkpoint, fit: Checkpoint) -> set[str]:
@@ -47,5 +45,5 @@ def write_original(original: Checkpoint, folder: Path, shared: Mapping[str, str]
     elsewhere = {name: ABOVE + file for name, file in shared.items()}
     write_shards(read_tensors(original, own), within, elsewhere=elsewhere)
     copy_side_files(original, within)
-    config = {key: value for key, value in original.config.items() if key not in _CODE}
+    config = {key: value for key, value in original.config.items() if key not in CODE}
     write_config(within, config)

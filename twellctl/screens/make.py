@@ -199,6 +199,27 @@ def _on_several(plan: Any) -> str:
 
 def exported(result: Any) -> None:
     """What an `Exported` folder holds, and how it loads."""
+    if result.class_name is None:
+        scheme = result.scheme
+        ui.say(f"{result.out}: the model in {scheme.title}, every neuron is computed")
+        ui.say(f"transformers loads it with the package {scheme.package}")
+    else:
+        _over_twell(result)
+    if result.over_twell_in_vllm:
+        ui.say("vLLM serves it over TwELL where twellctl is installed, dense elsewhere")
+    elif result.scheme is INT4:
+        ui.say("vLLM serves it dense, by its own kernels for 4 bits")
+    else:
+        ui.say("vLLM serves it dense; if twellctl is installed, with --model-impl transformers")
+    exact = ""
+    if result.has_original:
+        ui.say("it holds its original, too, whose answers it drafts with --exact")
+        exact = " --exact"
+    ui.say(f"next: twellctl generate {ui.word(result.out)} PROMPT{exact}")
+
+
+def _over_twell(result: Any) -> None:
+    """How the code in an export runs, and what it was written with."""
     low, high = min(result.slots), max(result.slots)
     slots = f"{low} to {high}" if low < high else f"{low}"
     how = "from the profile" if result.profiled else "no profile given"
@@ -214,17 +235,6 @@ def exported(result: Any) -> None:
         ui.say(
             "it runs over TwELL with from_pretrained(..., trust_remote_code=True), dense without"
         )
-    if result.over_twell_in_vllm:
-        ui.say("vLLM serves it over TwELL where twellctl is installed, dense elsewhere")
-    elif scheme is INT4:
-        ui.say("vLLM serves it dense, by its own kernels for 4 bits")
-    else:
-        ui.say("vLLM serves it dense; if twellctl is installed, with --model-impl transformers")
-    exact = ""
-    if result.has_original:
-        ui.say("it holds its original, too, whose answers it drafts with --exact")
-        exact = " --exact"
-    ui.say(f"next: twellctl generate {ui.word(result.out)} PROMPT{exact}")
 
 
 def quickstarted(result: Any, page: Path) -> None:
