@@ -23,7 +23,7 @@ from twellctl.bundle.twell_spec import STEP_QUAD
 from twellctl.bundle.twell_weights import FFN, Weight, joined, lay_together
 from twellctl.decoding import attention
 from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
-from twellctl.decoding.int4_layers import CodedLayer
+from twellctl.decoding.int4_layers import CodedLayer, names_of_qkv
 from twellctl.decoding.kernel_fit import head_dim, window_of
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.whole_step import DecoderLayer
@@ -128,9 +128,7 @@ def pad_rows(weight: nn.Parameter) -> None:
 
 
 def _qkv(own: nn.Module) -> Weight:
-    if hasattr(own, "qkv_proj"):
-        return weight_of(own.qkv_proj).detached()
-    layers = [own.q_proj, own.k_proj, own.v_proj]
+    layers = [getattr(own, name) for name in names_of_qkv(own)]
     lay_together(*layers)
     return joined(*(weight_of(layer).detached() for layer in layers))
 
