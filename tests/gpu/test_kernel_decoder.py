@@ -5,124 +5,37 @@ import copy
 import pytest
 import torch
 from attached import attached
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from kernel_models import (
+    FAMILIES,
+    NUM_TOKENS,
+    check_forms,
+    check_written,
+    dequantised,
+    make,
+    make_for_one_kernel,
+    shortfalls,
+    twice_each,
+)
 
 from twellctl.bench.decode_runs import timed_run
-from twellctl.bench.random_model import round_to_int4
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.few_ways import OWN_PRODUCTS
 from twellctl.decoding.kernel_decoder import KernelDecoder
-from twellctl.decoding.kernel_fit import why_not_one_kernel
 from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.models.quantised import round_model
 from twellctl.models.schemes import SCHEMES
 
 pytestmark = pytest.mark.gpu
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-GEMMA = {
-    "head_dim": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "layer_types": MIXED,
-    "sliding_window": 40,
-    "vocab_size": 1001,
-}
-GRANITE = {
-    "vocab_size": 1003,
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.02,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 8.0,
-}
-HEADS_OF_96 = {"hidden_size": 576, "num_attention_heads": 6, "num_key_value_heads": 6}
-ODD_HEADS = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
-IN_PART = {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
-FAMILIES = {
+LENGTHS = (5, 70, 130, 33, 1, 64)
+FP8_FAMILIES = {
     "llama": {},
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"head_dim": 64},
     "mistral": {"sliding_window": 40, "num_key_value_heads": 4},
-    "phi3": HEADS_OF_96 | {"sliding_window": 40},
-    "odd heads": ODD_HEADS | {"head_dim": 64},
-    "granite": GRANITE,
-    "falcon3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256},
-    "gemma": {"head_dim": 256, "num_key_value_heads": 1, "vocab_size": 1001},
-    "gemma2": GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": GEMMA | {"tie_word_embeddings": False},
-    "smollm3": {"no_rope_layers": [1, 0, 1], "num_key_value_heads": 2},
-    "olmo2": {"num_key_value_heads": 4},
-    "exaone4": {"layer_types": MIXED, "sliding_window": 40, "head_dim": 80},
-    "part of a head": {"kind": "phi3", "rope_parameters": IN_PART},
+    "phi3": {"num_key_value_heads": 4, "sliding_window": 40},
 }
-
-
-def heads(H: int, Hkv: int, **changes) -> dict:
-    return {"num_attention_heads": H, "num_key_value_heads": Hkv} | changes
-
-
-ONE_KERNEL = {  # models of which a step of one row is one kernel
-    "llama": heads(32, 32),
-    "few heads of k": heads(32, 8),
-    "qwen2": heads(16, 2),
-    "qwen3": heads(16, 8, head_dim=128),
-    "mistral": heads(16, 4, sliding_window=40),
-    "granite": heads(16, 4, tie_word_embeddings=True, **GRANITE),
-    "heads of 256": heads(12, 4, hidden_size=3072),
-    "1536": heads(12, 2, hidden_size=1536),
-    "3072": heads(24, 8, hidden_size=3072),
-    "3584": heads(28, 4, hidden_size=3584),
-    "4096": heads(32, 8, hidden_size=4096),
-}
-LENGTHS = (5, 70, 130, 33, 1, 64)
-NUM_TOKENS = 40
-
-
-def make(family: str, changes: dict | None = None):
-    """A random ReLU model in bf16 whose logits spread over some units."""
-    settings = {
-        "vocab_size": 1000,
-        "hidden_size": 512,
-        "intermediate_size": 1416,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 2048,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "initializer_range": 0.06,
-        "hidden_act": "relu",
-    }
-    torch.manual_seed(0)
-    settings |= FAMILIES[family] if changes is None else changes
-    settings["hidden_activation"] = settings["hidden_act"]  # as Gemma calls it
-    kind = settings.pop("kind", family if family in CONFIG_MAPPING else "llama")
-    config = AutoConfig.for_model(kind, **settings)
-    model = AutoModelForCausalLM.from_config(config).eval().to("cuda", torch.bfloat16)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases
-            parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
-def logits_of(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """`[tokens, vocabulary]` of the places where `tokens` were chosen, float64."""
-    ids = torch.tensor([prompt + tokens], device="cuda")
-    with torch.inference_mode():
-        return model(ids).logits[0, len(prompt) - 1 : -1].double()
-
-
-def shortfall(logits: torch.Tensor, chosen: torch.Tensor) -> float:
-    """By how much the logit of a chosen token lies below the best, at most."""
-    return (logits.amax(-1) - logits.gather(-1, chosen[:, None])[:, 0]).max().item()
-
-
-def shortfalls(judge, model, prompt: list[int], written: list[int]) -> tuple[float, float]:
-    """By the judge, of the tokens that the model itself chooses, in bf16, and of `written`."""
-    wanted = logits_of(judge, prompt, written)
-    usual = shortfall(wanted, logits_of(model, prompt, written).argmax(-1))
-    return usual, shortfall(wanted, torch.tensor(written, device="cuda"))
 
 
 @pytest.mark.parametrize("form", ["sparse", "dense", "silu"])
@@ -151,25 +64,6 @@ def test_tokens_are_the_models_own(family, form):
     texts = zip(prompts, tokens, strict=True)
     usual, found = zip(*(shortfalls(judge, model, *text) for text in texts), strict=True)
     assert max(found) <= max(2 * max(usual), 0.1)
-
-
-FP8_FAMILIES = {
-    "llama": {},
-    "qwen2": {"num_key_value_heads": 2},
-    "qwen3": {"head_dim": 64},
-    "mistral": {"sliding_window": 40, "num_key_value_heads": 4},
-    "phi3": {"num_key_value_heads": 4, "sliding_window": 40},
-}
-
-
-def dequantised(model):
-    """The model in float64 with plain layers, of the very weights that the FP8 layers hold."""
-    judge = AutoModelForCausalLM.from_config(model.config).eval().to("cuda", torch.float64)
-    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
-    for name in [name for name in weights if name.endswith(".weight_scale")]:
-        weights[name.removesuffix("_scale")] *= weights.pop(name)
-    judge.load_state_dict(weights)
-    return judge
 
 
 @pytest.mark.parametrize("family", FP8_FAMILIES)
@@ -203,115 +97,6 @@ def test_steps_over_fp8_weights(family):
         assert flips <= (8 if B <= OWN_PRODUCTS else 60), B
 
 
-def make_for_one_kernel(family: str, neurons: int = 1416):
-    settings = {"hidden_size": 2048, "initializer_range": 0.03, "intermediate_size": neurons}
-    return make(family, settings | ONE_KERNEL[family])
-
-
-def twice_each(forms: dict, inputs: tuple) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Logits and counts of each form, which are the same bits the second time."""
-    found = {}
-    for name, form in forms.items():
-        first = [made.clone() for made in form(*inputs)]
-        for made, again in zip(first, form(*inputs), strict=True):
-            assert torch.equal(made, again), name
-        found[name] = tuple(first)
-    return found
-
-
-def check_forms(found: dict, wanted: torch.Tensor, *, counted: bool) -> None:
-    """Logits near to `wanted`, and counts near to one another's, if they are `counted`."""
-    errors = {name: (logits - wanted).abs().max() for name, (logits, _) in found.items()}
-    usual, fired = list(errors.values())[-1], list(found.values())[-1][1]
-    for name, (_, counts) in found.items():
-        assert errors[name] <= max(2 * usual, 0.05), errors
-        if counted:
-            assert (counts - fired).abs().sum() <= 0.02 * fired.sum() + 2, name
-
-
-def check_a_row_alone(judge, decoder, *, counted: bool) -> None:
-    """Each form of a step of `decoder` is as near to the judge as the kernels one by one."""
-    for length in (1, 5, 64, 130, 700, 2000):
-        ids = torch.randint(1, 1000, (1, length + 1), device="cuda")
-        table = torch.randperm(34, device="cuda").int()[None] + 1
-        positions = torch.arange(length + 1, device="cuda").int()
-        with torch.inference_mode():
-            decoder.run(ids[:, :-1], positions[None, :-1], table, last=0)
-            inputs = ids[:, -1:].int(), positions[None, -1:], table
-            found = twice_each(decoder.ways(1), inputs)
-            wanted = judge(ids).logits[0, -1:]
-        check_forms(found, wanted, counted=counted)
-
-
-@pytest.mark.parametrize("weights", ["bf16", "fp8", "int4"])
-@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
-@pytest.mark.parametrize("family", ONE_KERNEL)
-def test_a_row_alone(family, sparse, weights):
-    if weights != "bf16" and family == "heads of 256":
-        pytest.skip("takes one kernel in bf16 alone")
-    if weights == "fp8":
-        model = make_for_one_kernel(family, 1408)
-        round_model(model, SCHEMES["fp8"])
-        judge = dequantised(model)
-    else:
-        model = make_for_one_kernel(family, 1408 if weights == "int4" else 1416)
-        if weights == "int4":
-            round_to_int4(model)
-        judge = copy.deepcopy(model).double()
-    assert KernelDecoder.why_not(model) is None
-    assert why_not_one_kernel(model) is None
-    decoder = attached(KernelDecoder(model, sparse, gates="screened"), 35)
-    forms = decoder.ways(1)
-    wanted = {"one dense kernel", "dense"}
-    wanted |= {"one kernel", "union"} if sparse else set()
-    wanted |= {"one screened kernel"} if sparse and weights == "bf16" else set()
-    assert forms.keys() == wanted
-    assert decoder.step_kind == ("e4m3" if weights == "fp8" else weights)
-    check_a_row_alone(judge, decoder, counted=sparse)
-
-
-@pytest.mark.parametrize("weights", ["bf16", "int4"])
-@pytest.mark.parametrize("family", ["llama", "1536"])
-def test_a_row_alone_with_silu(family, weights):
-    settings = {"hidden_size": 2048, "initializer_range": 0.03, "intermediate_size": 1408}
-    model = make(family, settings | ONE_KERNEL[family] | {"hidden_act": "silu"})
-    if weights == "int4":
-        round_to_int4(model)
-    decoder = attached(KernelDecoder(model), 35)
-    assert decoder.ways(1).keys() == {"one dense kernel", "dense"}
-    assert decoder.step_kind == weights
-    check_a_row_alone(copy.deepcopy(model).double(), decoder, counted=False)
-
-
-@pytest.mark.parametrize("family", ["llama", "1536", "3584", "4096"])
-def test_a_row_alone_over_fp8_weights_of_any_size(family):
-    """Inputs of an FFN, and of o, of 1e-15 to 1e15; what is not finite stays so."""
-    model = make_for_one_kernel(family, 1408)
-    with torch.no_grad():
-        for layer, size in zip(model.model.layers, (1e-15, 1.0, 1e15), strict=True):
-            layer.post_attention_layernorm.weight *= size
-            layer.mlp.down_proj.weight /= size**2
-            layer.self_attn.v_proj.weight *= size
-            layer.self_attn.o_proj.weight /= size
-    round_model(model, SCHEMES["fp8"])
-    judge, decoder = dequantised(model), attached(KernelDecoder(model), 3)
-    tokens = torch.tensor([[7]], dtype=torch.int32, device="cuda")
-    inputs = tokens, torch.zeros_like(tokens), tokens * 0 + 1
-    with torch.inference_mode():
-        found = twice_each(decoder.ways(1), inputs)
-        check_forms(found, judge(tokens.long()).logits[:, 0], counted=True)
-        for value in (torch.inf, torch.nan):
-            model.get_input_embeddings().weight[7, 100] = value
-            for name, form in decoder.ways(1).items():
-                assert form(*inputs)[0].isnan().all(), (name, value)
-
-
-def check_written(judge, model, prompt: list[int], written: list[int]) -> None:
-    """That these tokens are about as likely by the judge as those of the model itself."""
-    usual, found = shortfalls(judge, model, prompt, written)
-    assert found <= max(2 * usual, 0.1), f"prompt of {len(prompt)} tokens"
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "granite"])
 def test_texts_together(family):
     """Through the engine: graphs, rows that come and go, pages that are taken anew."""
@@ -329,20 +114,6 @@ def test_texts_together(family):
     tokens = run()
     assert run() == tokens
     for prompt, written in zip(prompts, tokens, strict=True):
-        check_written(judge, model, prompt, written)
-
-
-@pytest.mark.parametrize("family", ONE_KERNEL)
-def test_a_text_alone(family):
-    model = make_for_one_kernel(family)
-    judge = copy.deepcopy(model).double()
-    prompts = [torch.randint(1, 1000, (length,)).tolist() for length in (5, 130)]
-    scheduler = open_scheduler(
-        model, decoder=KernelDecoder(model), max_running=2, cache_bytes=1 << 28
-    )
-    for prompt in prompts:
-        (written,) = timed_run(scheduler, [prompt], NUM_TOKENS).tokens
-        assert timed_run(scheduler, [prompt], NUM_TOKENS).tokens == [written]
         check_written(judge, model, prompt, written)
 
 
