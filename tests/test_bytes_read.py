@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twellctl.convert import convert
-from twellctl.models.bytes_read import bytes_read, known_density
+from twellctl.models.bytes_read import bytes_read, known_density, share_read
 from twellctl.models.checkpoint import open_checkpoint
 
 K, N, LAYERS = 32, 96, 2
@@ -43,6 +43,8 @@ def test_of_a_fit_its_map_and_the_bits_of_its_weights(source, text_file, tmp_pat
     weights = attention + K * (N + 1) + 2 * K * (0.5 * N + mapped)
     assert bytes_read(made, 0.5) == round(LAYERS * a_weight * weights)
     assert known_density(made) == pytest.approx(done.fitted.density)
+    dense = attention + 3 * K * N
+    assert share_read(made, 0.5) == pytest.approx(weights / dense)  # in the same bits
     assert done.bytes_read == bytes_read(made)
     assert done.source_bytes_read == bytes_read(source)
 

@@ -7,9 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 from finetune_runs import small
+from fits import QUICK
 from rich.console import Console
 
+from twellctl.convert import convert
 from twellctl.finetune import finetune
+from twellctl.models.bytes_read import share_read
+from twellctl.models.checkpoint import open_checkpoint
 from twellctl.screens import advice, ui
 from twellctl.screens.run import RunScreen
 from twellctl.screens.ui import Activity
@@ -121,16 +125,31 @@ def test_a_terminal_shows_each_step_and_keeps_what_was_held_out(
         (0.01, "1.00% of the neurons fire: few enough for prompts and for decoding."),
         (0.04, "a gain token by token"),
         (0.1, "a gain only where few sequences are decoded at once"),
-        (0.3, "30.00% of the neurons fire: too many for a gain."),
+        (0.3, "30.00% of the neurons fire: a step of one token reads 65% of the bytes that it"),
     ],
 )
-def test_of_a_profile(density, sentence):
-    assert sentence in advice.of_profile(SimpleNamespace(density=density, intermediate_size=2048))
+def test_of_a_profile(relu_llama, density, sentence):
+    found = SimpleNamespace(density=density, intermediate_size=2048)
+    assert sentence in advice.of_profile(found, open_checkpoint(relu_llama))
+
+
+def test_of_a_profile_in_4_bits(silu_llama, text_file, tmp_path):
+    """There a lower density gains little, and fine-tuning is refused."""
+    convert(silu_llama, tmp_path / "fit", data=[str(text_file)], bits=4, group_size=16, **QUICK)
+    checkpoint = open_checkpoint(tmp_path / "fit")
+    for density in (0.02, 0.18, 0.3):
+        said = advice.of_profile(SimpleNamespace(density=density, intermediate_size=96), checkpoint)
+        read = f"reads {share_read(checkpoint, density):.0%} of the bytes that it would if all did"
+        assert said.startswith(
+            f"{density:.2%} of the neurons fire: a step of one token {read}, but"
+        )
+        assert said.endswith("in 4 bits takes about as long. So a higher --density costs little.")
 
 
 @pytest.mark.parametrize(("density", "prompts"), [(0.01, "few enough"), (0.03, "many")])
-def test_small_layers_promise_no_decoding(density, prompts):
-    said = advice.of_profile(SimpleNamespace(density=density, intermediate_size=2047))
+def test_small_layers_promise_no_decoding(relu_llama, density, prompts):
+    found = SimpleNamespace(density=density, intermediate_size=2047)
+    said = advice.of_profile(found, open_checkpoint(relu_llama))
     assert f"of the neurons fire: {prompts} for long prompts. " in said
     assert "Layers of 2047 neurons are small, and may decode no faster: bench decode says." in said
 

@@ -31,6 +31,7 @@ def profile(
     in the window and, if --data is repeated, by kind of text; --json has these by layer, too.
     """
     from twellctl.firing.profiled import PROFILE_KEY
+    from twellctl.models.checkpoint import open_checkpoint
 
     write_result = result_writer(json, PROFILE_KEY, "profile", plot)
     ui.doing(f"reading the text and {model}")
@@ -38,7 +39,8 @@ def profile(
 
     with ui.progress("windows") as progress:
         done = run(model, **flags, progress=progress)
-    write_result(done, screen.profiled, partial(screen.next_of_profile, saved_as=json))
+    shown = partial(screen.profiled, checkpoint=open_checkpoint(model))
+    write_result(done, shown, partial(screen.next_of_profile, saved_as=json))
 
 
 def evaluate(

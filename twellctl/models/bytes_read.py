@@ -26,16 +26,32 @@ def bytes_read(checkpoint: Checkpoint, density: float | None = None) -> int | No
         density = 1.0
     elif density is None and (density := known_density(checkpoint)) is None:
         return None
-    N, mapped = checkpoint.ffn.intermediate_size, checkpoint.map_neurons
-    fired = (density * (N - mapped) + mapped) / N
-    gates = (N - mapped + min(1, mapped)) / N
+    return round(_with_map(checkpoint, density))
+
+
+def share_read(checkpoint: Checkpoint, density: float) -> float:
+    """Bytes of one token of a ReLU model, beside those of all its own neurons in the same bits and
+    without a map."""
+    own = checkpoint.own_neurons
+    return _with_map(checkpoint, density) / _counted(checkpoint, own, own)
+
+
+def _with_map(checkpoint: Checkpoint, density: float) -> float:
+    own, mapped = checkpoint.own_neurons, checkpoint.map_neurons
+    return _counted(checkpoint, own + min(1, mapped), density * own + mapped)
+
+
+def _counted(checkpoint: Checkpoint, num_gates: int, num_fired: float) -> float:
+    """Bytes if of each FFN so many gates are read, and so many neurons of up and down."""
+    N = checkpoint.ffn.intermediate_size
+    gates, fired = num_gates / N, num_fired / N
     shares = {"gate_proj": gates, "up_proj": fired, "down_proj": fired}
     shares["gate_up_proj"] = (gates + fired) / 2
     total = 0.0
     for tensor in _matrices(checkpoint):
         part = _PART.fullmatch(tensor.name)
         total += _size(tensor) * (shares[part[1]] if part else 1.0)
-    return round(total)
+    return total
 
 
 def known_density(checkpoint: Checkpoint) -> float | None:

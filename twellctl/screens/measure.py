@@ -13,8 +13,9 @@ LONGEST = 300  # characters of a question or an answer that is shown
 BEFORE, AFTER = 60, 240  # characters, of the place where two answers part
 
 
-def profiled(result: Any) -> None:
-    """The figures of a `Profile`: a line a layer, a position and, of several, a kind of text."""
+def profiled(result: Any, checkpoint: Any) -> None:
+    """The figures of a `Profile` of the `checkpoint`: a line a layer, a position and, of several, a
+    kind of text."""
     from twellctl.screens.advice import of_profile  # that --help need not load it
 
     rows = []
@@ -37,7 +38,7 @@ def profiled(result: Any) -> None:
         _densities("kind of text", [(part.kind, part) for part in result.by_kind])
     if unseen := ", ".join(part.kind for part in result.by_kind if not part.tokens):
         ui.note(f"no window holds a token of {unseen}: raise --windows, or measure it alone")
-    ui.note(of_profile(result))
+    ui.note(of_profile(result, checkpoint))
 
 
 def next_of_profile(result: Any, saved_as: Any) -> None:
