@@ -28,3 +28,13 @@ def run_all(scheduler: Scheduler, prompts: list[list[int]], how: Sampling) -> tu
             tokens.append(token)
     assert scheduler.admission.pool.free == scheduler.admission.pool.capacity
     return ids, tokens
+
+
+@torch.inference_mode()
+def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
+    """That each of `tokens` behind a prompt is the likeliest by `model`, or nearly so."""
+    ids = torch.tensor([prompt + tokens], device=model.device)
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    behind = logits.max(1).values - chosen
+    assert behind.max() < 0.05 * logits.std(), (tokens, behind)

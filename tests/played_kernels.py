@@ -1,6 +1,7 @@
 """Plain PyTorch in the place of the decode engine's kernels, for tests on a CPU."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,16 @@ from twellctl.bundle.twell_few import FEW_TOKENS
 from twellctl.bundle.twell_nvrtc import KernelError
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_ways import FEW_WAYS, Way
-from twellctl.decoding import coded_decoder, few_ways, kernel_decoder, kernel_fit
-from twellctl.decoding.attention import Rotary, head_width
+from twellctl.decoding import (
+    attention,
+    coded_decoder,
+    few_ways,
+    kernel_decoder,
+    kernel_fit,
+    norms,
+    prompt_pass,
+)
+from twellctl.decoding.attention import Heads, Rotary, head_width
 from twellctl.decoding.pages import PAGE
 from twellctl.decoding.rounds import inputs_of
 from twellctl.decoding.sampler import Field
@@ -22,6 +31,7 @@ from twellctl.decoding.step_end import Record, StepEnd, _of_each_token
 H200 = Limits(132, 227 << 10, (9, 0))
 SIZES = {"hidden_size": 64, "head_dim": 64}
 TWELL = {"tile": 256, "slots": [32, 32]}
+PATCHED = (attention, coded_decoder, kernel_decoder, kernel_fit, norms, prompt_pass)
 
 
 class Kernels:
@@ -76,29 +86,42 @@ def add_norm(kernels, z, weight_of_z, x, weight, eps) -> tuple[Tensor, Tensor]:
     return x, x if weight is None else norm(x, weight, eps)
 
 
-def embed_norm(kernels, tokens, table, weight, eps, counts, *, scale) -> tuple[Tensor, Tensor]:
-    counts.zero_()
+def embed_norm(kernels, tokens, table, weight, eps, counts=None, *, scale) -> tuple[Tensor, Tensor]:
+    if counts is not None:
+        counts.zero_()
     x = F.embedding(tokens, table) * scale
     return x, norm(x, weight, eps)
+
+
+def heads_of(heads, layer, qkv, positions, rotary) -> list[Tensor]:
+    """q, k and v `[tokens, heads, D]`, normed and turned."""
+    H, Hkv, D = heads
+    q, k, v = qkv.unflatten(1, (-1, D)).split((H, Hkv, Hkv), 1)
+    if layer.q_norm is not None:
+        weights = layer.q_norm[:D], layer.k_norm[:D]
+        q, k = (norm(of, weight, layer.eps) for of, weight in zip((q, k), weights, strict=True))
+    angles = tuple(table[positions.clamp(min=0).long(), :D] for table in (rotary.cos, rotary.sin))
+    return [*(rotated(of, angles, rotary.turned) for of in (q, k)), v]
+
+
+def store_keys(kernels, heads, layer, qkv, positions, tables, rotary) -> None:
+    assert len(qkv) == len(positions) == len(tables)
+    _, k, v = heads_of(heads, layer, qkv, positions, rotary)
+    for token, position in enumerate(positions.tolist()):
+        if position >= 0:
+            page, slot = int(tables[token, position // PAGE]), position % PAGE
+            layer.keys[page, :, slot, : heads.D] = k[token]
+            layer.values[page, :, slot, : heads.D] = v[token]
 
 
 def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> Tensor:
     assert len(qkv) == len(positions) == len(tables) == plan.B * plan.queries
     assert workspace.parts.numel() >= plan.num_parts
     assert workspace.tickets.numel() >= plan.num_tickets
-    q, k, v = qkv.unflatten(1, (-1, plan.D)).split((plan.H, plan.Hkv, plan.Hkv), 1)
-    if layer.q_norm is not None:
-        weights = layer.q_norm[: plan.D], layer.k_norm[: plan.D]
-        q, k = (norm(of, weight, layer.eps) for of, weight in zip((q, k), weights, strict=True))
-    angles = tuple(
-        table[positions.clamp(min=0).long(), : plan.D] for table in (rotary.cos, rotary.sin)
-    )
-    q, k = (rotated(heads, angles, rotary.turned) for heads in (q, k))
+    heads = Heads(plan.H, plan.Hkv, plan.D)
+    store_keys(kernels, heads, layer, qkv, positions, tables, rotary)
+    q, _, _ = heads_of(heads, layer, qkv, positions, rotary)
     cached = layer.keys[..., : plan.D], layer.values[..., : plan.D]
-    for token, position in enumerate(positions.tolist()):
-        if position >= 0:
-            page, slot = int(tables[token, position // PAGE]), position % PAGE
-            cached[0][page, :, slot], cached[1][page, :, slot] = k[token], v[token]
     tokens = []
     for token, position in enumerate(positions.clamp(min=0).tolist()):
         start = max(0, position + 1 - layer.window) if layer.window else 0
@@ -148,14 +171,14 @@ def noted(way: Way) -> Way:
     return replace(way, run=run)
 
 
-def rotary_tables(rotary, num_positions: int, D: int, device) -> Rotary:
-    cos, sin = rotary(torch.empty(1), torch.arange(num_positions)[None])
+def rotary_tables(dtype: torch.dtype, rotary, num_positions: int, D: int, device) -> Rotary:
+    cos, sin = rotary(torch.empty(1, dtype=dtype), torch.arange(num_positions)[None])
     rest = 0, head_width(D) - cos.shape[-1]
     return Rotary(F.pad(cos[0], rest, value=1.0), F.pad(sin[0], rest), cos.shape[-1])
 
 
-def stand_in(monkeypatch) -> Kernels:
-    """Put them in the place of the compiled ones."""
+def stand_in(monkeypatch, dtype: torch.dtype = torch.float32) -> Kernels:
+    """Put them in the place of the compiled ones, for models of `dtype`."""
     made = Kernels()
     for name, taken in {
         "kernels_for": lambda sources, index: made,
@@ -165,11 +188,12 @@ def stand_in(monkeypatch) -> Kernels:
         "rms_norm": rms_norm,
         "add_norm": add_norm,
         "attend": attend,
+        "store_keys": store_keys,
         "few_linear": linear,
         "takes_hopper_kernels": lambda index: True,
-        "rotary_tables": rotary_tables,
+        "rotary_tables": partial(rotary_tables, dtype),
     }.items():
-        for module in (coded_decoder, kernel_decoder, kernel_fit, kernel_decoder.attention):
+        for module in PATCHED:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, taken)
     monkeypatch.setattr(few_ways, "few_linear", linear)

@@ -1,6 +1,7 @@
 """Codes of 4 bits alone, emulated: weights that kernels expand are those of `expand`, to the bit,
 and steps over codes say what the model says."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from twellctl.bundle.twell_int4 import expand
 from twellctl.decoding import coded_decoder, kernel_fit
 from twellctl.decoding.coded_decoder import CodedDecoder
+from twellctl.decoding.coded_linear import expand_layers
 from twellctl.decoding.decoder import Wanted
 from twellctl.decoding.step_int4 import by_quads, down_by_neurons, expand_neurons, expand_quads
-from twellctl.decoding.torch_decoder import padded
+from twellctl.decoding.torch_decoder import TorchDecoder, padded
 
 WIDE = {"hidden_size": 1536, "num_attention_heads": 12, "vocab_size": 254, "hidden_act": "relu"}
 WIDE |= {"intermediate_size": 256, "num_hidden_layers": 1, "num_key_value_heads": 2}
@@ -69,11 +71,15 @@ def test_a_decoder_over_codes_alone(monkeypatch):
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.bias"):
             parameter.normal_()
-    decoder = attached(CodedDecoder(model), 3)
+    expand_layers(beside := copy.deepcopy(model))
+    decoder, judge = attached(CodedDecoder(model), 3), attached(TorchDecoder(beside), 3)
     kernels.beside = [*read_by(decoder._steps["one kernel"]._layers)]
-    decoder.run(*padded([([5, 8, 13], 0, [1])]))
+    prompt = padded([([5, 8, 13], 0, [1])])
+    (found, counts), (known, fired) = decoder.run(*prompt), judge.run(*prompt)
+    assert (found - known).abs().max() < 0.05 * known.std()
+    assert (counts - fired).abs().max() <= 5
     given = padded([([7], 3, [1])])
-    known, fired = decoder._plain.run(*given)
+    known, fired = judge.run(*given)
     for wanted in Wanted:
         logits, counts = decoder.run(*given, wanted=wanted)
         assert logits.shape == known.shape == (1, 1, 254)

@@ -21,7 +21,7 @@ from twellctl.bundle.twell_spec import (
     step_entry,
 )
 from twellctl.bundle.twell_weights import FFN, Weight, plain_weight
-from twellctl.decoding import attention
+from twellctl.decoding import attention, norms
 from twellctl.decoding.attention import AttendLayer, Rotary
 from twellctl.decoding.decoder import Wanted
 from twellctl.decoding.families import Norms, Scales
@@ -389,18 +389,18 @@ def test_keys_of_several_tokens_are_stored_before_they_are_read(shape):
 
 def test_norms_are_launched_as_their_source_says():
     kernels = Launches()
-    attention.rms_norm(kernels, bf16(3, 2056), bf16(2056), 1e-5)
+    norms.rms_norm(kernels, bf16(3, 2056), bf16(2056), 1e-5)
     wide = bf16(3, 4112)[:, :2056]
-    assert attention.rms_norm(kernels, wide, bf16(2056), 1e-5, out=wide) is wide
+    assert norms.rms_norm(kernels, wide, bf16(2056), 1e-5, out=wide) is wide
     z, x = bf16(2, 3, 2056)
-    total, y = attention.add_norm(kernels, z, bf16(2056), x, bf16(2056), 1e-5)
+    total, y = norms.add_norm(kernels, z, bf16(2056), x, bf16(2056), 1e-5)
     assert total is not y
-    total, y = attention.add_norm(kernels, z, bf16(2056), x, None, 1e-5)
+    total, y = norms.add_norm(kernels, z, bf16(2056), x, None, 1e-5)
     assert total is y
     tokens, counts = torch.zeros(3, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
-    x, y = attention.embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, counts)
+    x, y = norms.embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, counts)
     assert x.shape == y.shape == (3, 2056)
-    attention.embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, scale=2)
+    norms.embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, scale=2)
     names = ["rms_norm"] * 2 + ["add_norm"] * 2 + ["embed_norm"] * 2
     assert [name for name, *_ in kernels.made] == names
     assert [launch[1:3] for launch in kernels.made] == [((3,), 288)] * 6
@@ -435,9 +435,9 @@ def test_what_the_kernels_do_not_take_is_said():
         with pytest.raises(ValueError, match=said):
             attention.plan_attend(1, 32, 8, D, 1024, 132)
     assert "32 are not a multiple" in attention.why_not_attend(32, 5, 64)
-    assert attention.why_no_norm(2048) is None
-    assert attention.why_no_norm(100).endswith("not of 100")
-    assert attention.why_no_norm(16392).endswith("not of 16392")
+    assert norms.why_no_norm(2048) is None
+    assert norms.why_no_norm(100).endswith("not of 100")
+    assert norms.why_no_norm(16392).endswith("not of 16392")
 
 
 def test_rotary_tables_are_what_the_model_computes():

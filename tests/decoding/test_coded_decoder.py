@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from greedy import run_all
+from greedy import assert_greedy, run_all
 from packed_models import linears, packed, packed_draft
 from played_kernels import Kernels, stand_in
 from torch import nn
@@ -29,7 +29,8 @@ from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.torch_decoder import TorchDecoder
 
 WIDE = {"hidden_size": 1536, "head_dim": 128, "num_attention_heads": 12, "vocab_size": 512}
-WIDE |= {"intermediate_size": 256, "num_hidden_layers": 2, "attention_bias": True}
+WIDE |= {"intermediate_size": 256, "num_hidden_layers": 2, "initializer_range": 0.03}
+WIDE |= {"attention_bias": True}
 WIDE |= {"max_position_embeddings": 256, "num_key_value_heads": 2}
 KINDS = {"relu": ("llama", "relu"), "silu": ("llama", "silu"), "fused": ("phi3", "relu")}
 CACHE = {"cache_bytes": 1 << 20}
@@ -45,7 +46,7 @@ class Played(CodedDecoder):
 
         def step(tokens, positions, tables, wanted):
             self.wanted.add(wanted)
-            logits, fired = self._plain.run(tokens, positions, tables, 1)
+            logits, fired = self._prompts.run(tokens, positions, tables, 1)
             counts = fired[..., 0] if len(fired) else torch.zeros(len(self._coded), 1).int()
             return logits[0].float(), counts
 
@@ -57,7 +58,7 @@ def kernels(monkeypatch) -> Kernels:
     monkeypatch.setattr("twellctl.decoding.opening.CodedDecoder", Played)
     monkeypatch.setattr(kernel_fit, "why_not", lambda model: None)
     monkeypatch.setattr(KernelDecoder, "why_not", staticmethod(lambda model: None))
-    return stand_in(monkeypatch)
+    return stand_in(monkeypatch, torch.bfloat16)
 
 
 def make(tiny, kind: str = "relu", **changes) -> PreTrainedModel:
@@ -82,13 +83,17 @@ def weights_in_bf16(model: PreTrainedModel) -> list[str]:
 def test_one_sequence_goes_over_the_codes_alone(tiny, kernels, kind):
     model = packed(make(tiny, kind))
     scheduler = open_scheduler(model, max_running=1, **CACHE)
-    judge = open_scheduler(model, decoder=TorchDecoder(model), max_running=1, **CACHE)
-    decoder = scheduler.decoder
+    judge, decoder = expanded(model), scheduler.decoder
+    counting = open_scheduler(judge, decoder=TorchDecoder(judge), max_running=1, **CACHE)
     assert type(decoder) is Played
     assert weights_in_bf16(model) == []
     sampling = Sampling(9, 0, densities=kind != "silu")
     for prompt in PROMPTS:
-        assert run_all(scheduler, [prompt], sampling) == run_all(judge, [prompt], sampling)
+        [ids], tokens = run_all(scheduler, [prompt], sampling)
+        assert_greedy(judge, prompt, ids)
+        first = run_all(counting, [prompt], sampling)[1][0]
+        if kind != "silu":
+            assert tokens[0].densities == pytest.approx(first.densities, abs=0.03)
     assert decoder.wanted == {Wanted.EXACT, Wanted.CHOICE}  # of a prompt of one token, of answers
     entries = {"step_1536_128_dense_int4", "refine", "expand_quads", "expand_neurons"}
     assert {*kernels.prepared} == entries | ({"step_1536_128_int4"} if kind != "silu" else set())
@@ -161,9 +166,9 @@ def test_exact_answers_are_drafted_over_codes_alone(tiny, drafts):
     assert 0 <= drafted.kept["fit"] < drafted.read["fit"]
     assert drafted.kept["fit"] or drafts is None
     assert alone.max_running == 1
-    judge = open_scheduler(draft, decoder=TorchDecoder(draft), max_running=1, **CACHE)
-    known = [run_all(judge, [prompt], Sampling(9, 0))[0][0] for prompt in PROMPTS]
-    assert run_all(alone, PROMPTS, Sampling(9, 0))[0] == known  # one after the other
+    texts = run_all(alone, PROMPTS, Sampling(9, 0))[0]  # one after the other
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        assert_greedy(expanded(draft), prompt, text)
     assert alone.decoder.wanted == {*Wanted}
 
 

@@ -16,15 +16,13 @@ from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.attention import (
     AttendLayer,
     Rotary,
-    add_norm,
     attend,
-    embed_norm,
     head_width,
     open_workspace,
     plan_attend,
-    rms_norm,
     rotary_tables,
 )
+from twellctl.decoding.norms import add_norm, embed_norm, rms_norm
 from twellctl.decoding.paged_cache import cache_argument
 from twellctl.decoding.pages import pages_for
 

@@ -60,16 +60,17 @@ def test_a_decoder_over_codes_alone(K, act):
     expand_layers(beside)
     assert CodedDecoder.why_not(model) is None
     coded, judge = attached(CodedDecoder(model), 17), attached(KernelDecoder(beside), 17)
+    plain = attached(TorchDecoder(beside), 17)
     for name, layer in model.named_modules():
         if isinstance(layer, CodedLinear):
             made = layer.expand()
             assert torch.equal(made, expand(*layer.parts())), name
             assert torch.equal(made, beside.get_submodule(name).weight), name
     text = torch.randint(4099, (300,)).tolist()
-    for decoder in (coded, judge):
+    for decoder in (coded, judge, plain):
         decoder.run(*padded([(text, 0, [1, 2, 3, 4, 5])]), last=0)
     given = [part.cuda() for part in padded([([7], 300, [1, 2, 3, 4, 5])])]
-    of_model, _ = coded._plain.run(*given)
+    of_model, _ = plain.run(*given)
     others, fired = judge.run(*given)
     wide = beside.float()(torch.tensor([[*text, 7]], device="cuda")).logits[0, -1]
     logits, counts = coded.run(*given)

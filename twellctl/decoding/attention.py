@@ -1,9 +1,8 @@
-"""What stands around the FFN in a decode step, over our own kernels: attention of new tokens over
-paged keys and values, with rotary, and RMSNorm.
+"""Attention of new tokens over paged keys and values, with rotary, over our own kernels.
 
-B rows of Q new tokens each, K hidden size, H heads of q, Hkv heads of k and v, D their size. All
-bf16, contiguous, on one device. What is computed, and how it is rounded, stands in
-kernels/decode/attend.cuh and norm.cu; how a launch is laid out, here. Nothing depends on values on
+B rows of Q new tokens each, H heads of q, Hkv heads of k and v, D their size. All bf16, contiguous,
+on one device. What is computed, and how it is rounded, stands in kernels/decode/attend.cuh; how a
+launch is laid out, here. Nothing depends on values on
 the device: a CUDA graph can hold it all. The kernels may start before the one in front of them has
 ended, as kernels/ptx/pdl.cuh says.
 """
@@ -11,6 +10,7 @@ ended, as kernels/ptx/pdl.cuh says.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from torch import Tensor
 from twellctl.bundle import twell_spec as spec
 from twellctl.bundle.twell_launch import KernelSet
 
-LONGEST_ROW = 32 * spec.NORM_WARPS * spec.NORM_PARTS * 8  # K of the norms
 _MAX_SPLITS = 64
 _WHOLE_BATCHES = 3  # a warp's, of a row that is not split: putting parts together takes 2 us
 _SPLIT_POSITIONS = 4096  # a block's at most, or one long row holds up all others ...
@@ -39,6 +38,14 @@ def why_not_attend(H: int, Hkv: int, D: int) -> str | None:
     if H % Hkv:
         return f"the attention kernel shares {Hkv} heads of keys evenly, and {H} are not a multiple"
     return None
+
+
+class Heads(NamedTuple):
+    """H heads of q and Hkv of k and v, of D columns each."""
+
+    H: int
+    Hkv: int
+    D: int
 
 
 @dataclass(frozen=True)
@@ -206,7 +213,8 @@ def attend(
     what is returned for it.
     """
     if plan.queries > 1:
-        _store_keys(kernels, plan, layer, qkv, positions, tables, rotary)
+        heads = Heads(plan.H, plan.Hkv, plan.D)
+        store_keys(kernels, heads, layer, qkv, positions, tables, rotary)
     out = qkv.new_empty(len(qkv), plan.H * plan.D)
     kernels.launch(
         plan.entry,
@@ -244,19 +252,21 @@ def attend(
     return out
 
 
-def _store_keys(
+def store_keys(
     kernels: KernelSet,
-    plan: AttendPlan,
+    heads: Heads,
     layer: AttendLayer,
     qkv: Tensor,
     positions: Tensor,
     tables: Tensor,
     rotary: "Rotary",
 ) -> None:
-    """k and v of all new tokens into the cache, before any of them is read."""
+    """k and v of all new tokens into the cache, before any of them is read; as of `attend`."""
+    H, Hkv, D = heads
+    width = head_width(D)
     kernels.launch(
         "store_keys",
-        (plan.Hkv, len(qkv)),
+        (Hkv, len(qkv)),
         32,
         {
             "qkv": qkv,
@@ -265,17 +275,17 @@ def _store_keys(
             "table_stride": tables.stride(0),
             "cos": rotary.cos,
             "sin": rotary.sin,
-            "columns": plan.D,
+            "columns": D,
             "half": rotary.turned // 2,
             "k_norm": layer.k_norm,
             "eps": layer.eps,
             "keys": layer.keys,
             "values": layer.values,
-            "num_kv_heads": plan.Hkv,
-            "sharing": plan.H // plan.Hkv,
-            "width": plan.width,
+            "num_kv_heads": Hkv,
+            "sharing": H // Hkv,
+            "width": width,
         },
-        20 * plan.width,
+        20 * width,
         overlap=True,
     )
 
@@ -318,94 +328,3 @@ def rotary_tables(
     )
     rest = 0, head_width(D) - cos.shape[1]
     return Rotary(F.pad(cos, rest, value=1.0), F.pad(sin, rest), cos.shape[1])
-
-
-# ---- norm ----
-
-
-def why_no_norm(K: int) -> str | None:
-    """None if the kernels take rows of K, else a sentence."""
-    if K % 8 or K > LONGEST_ROW:
-        return f"the norm kernel takes rows of a multiple of 8 up to {LONGEST_ROW}, not of {K}"
-    return None
-
-
-def rms_norm(
-    kernels: KernelSet, x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
-) -> Tensor:
-    """RMSNorm over the rows of `x` `[B, K]`; into `out`, whose rows lie as those of `x`, and which
-    may be `x`."""
-    B, K = x.shape
-    if reason := why_no_norm(K):
-        raise ValueError(reason)
-    y = torch.empty_like(x) if out is None else out
-    args = {"x": x, "weight": weight, "eps": eps, "K": K, "stride": x.stride(0), "y": y}
-    kernels.launch("rms_norm", (B,), _norm_block(K), args, overlap=True)
-    return y
-
-
-def add_norm(
-    kernels: KernelSet, z: Tensor, weight_of_z: Tensor, x: Tensor, weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """`x` `[B, K]` with the RMSNorm of `z` added, and the RMSNorm of that; without a `weight` the
-    sum itself."""
-    B, K = x.shape
-    total, y = torch.empty_like(x), None if weight is None else torch.empty_like(x)
-    kernels.launch(
-        "add_norm",
-        (B,),
-        _norm_block(K),
-        {
-            "z": z,
-            "weight_of_z": weight_of_z,
-            "x": x,
-            "weight": weight,
-            "eps": eps,
-            "K": K,
-            "sum": total,
-            "y": y,
-        },
-        overlap=True,
-    )
-    return total, total if y is None else y
-
-
-def embed_norm(
-    kernels: KernelSet,
-    tokens: Tensor,
-    table: Tensor,
-    weight: Tensor,
-    eps: float,
-    counts: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Rows of `table` `[V, K]` by int32 `tokens` `[B]`, times `scale`, and their RMSNorm; both
-    `[B, K]`.
-
-    It begins a step: int32 `counts` are set to 0. Tokens are not checked.
-    """
-    (B,), K = tokens.shape, table.shape[1]
-    x, y = table.new_empty(2, B, K)
-    kernels.launch(
-        "embed_norm",
-        (B,),
-        _norm_block(K),
-        {
-            "tokens": tokens,
-            "table": table,
-            "scale": scale,
-            "weight": weight,
-            "eps": eps,
-            "K": K,
-            "counts": counts,
-            "num_counts": 0 if counts is None else counts.numel(),
-            "x": x,
-            "y": y,
-        },
-    )
-    return x, y
-
-
-def _norm_block(K: int) -> int:
-    return min(32 * spec.NORM_WARPS, -(-K // 256) * 32)

@@ -1,9 +1,9 @@
 """A decoder of one sequence at a time over codes of 4 bits alone, on Hopper.
 
 Its steps are one kernel, which reads codes (whole_step.py). Prompts, and what else has several
-tokens, go through the model's own forward, whose linear layers expand their weights one after the
-other (coded_linear.py): no copy of the model in bf16 is in memory. For several sequences at once
-there is KernelDecoder, over a model whose layers are expanded.
+tokens, go through the model's linear layers (prompt_pass.py), which expand their weights one after
+the other (coded_linear.py): no copy of the model in bf16 is in memory. For several sequences at
+once there is KernelDecoder, over a model whose layers are expanded.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,26 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_choice import WayPlan
+from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_rounded_linear import weight_of
 from twellctl.bundle.twell_spec import PAGE, step_group
-from twellctl.decoding import attention, kernel_fit
+from twellctl.decoding import kernel_fit
 from twellctl.decoding.decoder import Wanted
 from twellctl.decoding.families import norm_weight, scales_of
+from twellctl.decoding.few_ways import wide_logits
+from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.int4_layers import CodedLayer, coded_layer
 from twellctl.decoding.kernel_layers import coded_layers, rotary_of_layers
-from twellctl.decoding.paged_cache import PagedCache
+from twellctl.decoding.paged_cache import LayerShape, PagedCache
 from twellctl.decoding.pages import pages_for
+from twellctl.decoding.prompt_pass import PromptPass
 from twellctl.decoding.rough_head import RoughHead
 from twellctl.decoding.step_plan import Pass, plan_steps
-from twellctl.decoding.torch_decoder import TorchDecoder
+from twellctl.decoding.torch_decoder import PREFILL_CHUNK
 from twellctl.decoding.whole_step import StepSizes, WholeStep, forms_of_step
 from twellctl.here.own_kernels import own_kernels
+from twellctl.models.defaults import LONGEST, context_of
 from twellctl.models.linear_map import num_mapped
 
 
@@ -40,6 +45,8 @@ class CodedDecoder:
     """
 
     capturable, stable = True, False
+    # to expand all layers takes as long whatever the number of tokens: 0.7 ms of 1.5B, by bytes
+    prefill_chunk = 4 * PREFILL_CHUNK
     max_rows: int | None = 1
     step_kind, most_rough = "int4", 1
     why_not = staticmethod(kernel_fit.why_not_coded)
@@ -51,31 +58,36 @@ class CodedDecoder:
         self._limits = device_limits(self.device.index)
         self._sizes: StepSizes = replace(kernel_fit.step_sizes(model), kind="int4")
         self._coded = _lay_codes(model, step_group(self._sizes.K))
-        self._plain = TorchDecoder(model, attention.head_width)
-        self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
-        self.shapes = self._plain.shapes
-        # to expand all layers takes as long whatever the number of tokens: 0.7 ms of 1.5B, by bytes
-        self.prefill_chunk = 4 * self._plain.prefill_chunk
+        self._at_once = kernel_fit.rows_at_once(model)
+        self.vocab_size = self._sizes.V
+        self.context = context_of(model.config.to_dict()) or LONGEST
+        self.shapes: Sequence[LayerShape] = kernel_fit.cached_shapes(model)
         self.neurons: Sequence[int] = [self._sizes.N] * len(self._coded) if self._sparse else []
-        self.mapped = self._plain.mapped
+        self.mapped = mapped_neurons(model.config) if self._sparse else 0
 
     def attach(self, cache: PagedCache) -> None:
-        self._plain.attach(cache)
+        cache.check(self.shapes, by_tokens=False)
         reach = min(self.context, (cache.num_pages - 1) * PAGE)
         self._max_pages = pages_for(reach)
-        body, head = self._model.model, weight_of(self._model.lm_head).detached().values
+        layers = coded_layers(self._model, self._coded, cache)
+        rotary = rotary_of_layers(self._model, reach)
+        self._head = weight_of(self._model.lm_head).detached()
+        self._scales = scales_of(self._model)
+        counts = FiredCounts(self._model, len(layers)) if self._sparse else None
+        given = self.kernels, self._model, layers, rotary
+        self._prompts = PromptPass(*given, self._logits, counts)
         make = partial(
             WholeStep,
             self.kernels,
             self._limits,
             self._sizes,
-            coded_layers(self._model, self._coded, cache),
+            layers,
             self._model.get_input_embeddings().weight.detach(),
-            norm_weight(body.norm),
-            head,
-            rotary_of_layers(self._model, reach)[0],
-            scales_of(self._model),
-            rough=RoughHead.of(head),
+            norm_weight(self._model.model.norm),
+            self._head.values,
+            rotary[0],
+            self._scales,
+            rough=RoughHead.of(self._head.values),
         )
         forms = ["sparse", "dense"] if self._sparse else ["dense"]
         others = ["refine", "expand_quads", "expand_neurons"]
@@ -101,10 +113,9 @@ class CodedDecoder:
         last: int = 1,
         wanted: Wanted = Wanted.EXACT,
     ) -> tuple[Tensor, Tensor]:
-        """One token that gets logits goes in one kernel, others through the model."""
+        """One token that gets logits goes in one kernel, others as a prompt."""
         if tokens.numel() > 1 or not last:
-            logits, fired = self._plain.run(tokens, positions, tables, last)
-            return logits, fired[: len(self.neurons)]
+            return self._prompts.run(tokens, positions, tables, last)
         tokens, positions, tables = (part.to(self.device) for part in (tokens, positions, tables))
         step = self._steps[self.plan.name(1)]
         logits, counts = step(tokens, positions, tables, wanted)
@@ -113,6 +124,11 @@ class CodedDecoder:
     def ways(self, num_tokens: int, wanted: Wanted = Wanted.EXACT) -> dict[str, Pass]:
         """Those of a pass over one token, the first by rule (as of KernelDecoder)."""
         return {name: partial(step, wanted=wanted) for name, step in self._steps.items()}
+
+    def _logits(self, h: Tensor) -> Tensor:
+        """Of the model, of normalised states."""
+        logits = wide_logits(self.kernels, self._limits, h, self._head, self._at_once)
+        return self._scales.of_model(logits)
 
     @property
     def _num_own(self) -> int:

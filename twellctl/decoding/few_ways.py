@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
 from twellctl.bundle import twell_dense
@@ -51,6 +52,17 @@ def linear(
 def _by_own(x: Tensor, weight: Weight) -> bool:
     """Whether our own product of `x` and `weight` is faster than PyTorch's."""
     return len(x) <= OWN_PRODUCTS or not twell_dense.has_fast_product(x, weight)
+
+
+def wide_logits(
+    kernels: KernelSet, limits: Limits, h: Tensor, head: Weight, at_once: int
+) -> Tensor:
+    """float32 `[n, V]` of states `[n, K]`; a launch takes `at_once` of them. Not rounded to bf16,
+    which would make many tokens equally likely."""
+    logits = [
+        few_linear(kernels, limits, few, head, wide=True, overlap=True) for few in h.split(at_once)
+    ]
+    return logits[0] if len(logits) == 1 else torch.cat(logits)
 
 
 def _hidden(

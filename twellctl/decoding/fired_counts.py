@@ -1,7 +1,8 @@
 """How many neurons fire in a forward of a model of transformers, counted by hooks."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,17 @@ class FiredCounts:
         self._counts: list[Tensor] = []
 
     @contextlib.contextmanager
-    def counted(self, num_rows: int, last: int) -> Iterator[None]:
-        """A forward of `num_rows` rows, whose `last` tokens each count, is made inside."""
+    def counted(self, num_rows: int, last: int, places: Tensor | None = None) -> Iterator[None]:
+        """A forward of `num_rows` rows, whose `last` tokens each count, is made inside.
+
+        `places` int64 `[num_rows last]`: where they are among all tokens; None: rows are of one
+        length.
+        """
+        pick = partial(_at, places) if places is not None else partial(_last_of, num_rows, last)
         self._counts = [torch.empty(0)] * len(self._ffns)
         with contextlib.ExitStack() as hooks:
             for i, ffn in enumerate(self._ffns if last else ()):
-                hooks.callback(self._hook(i, ffn, num_rows, last).remove)
+                hooks.callback(self._hook(i, ffn, pick).remove)
             yield
 
     def found(self, num_rows: int, last: int, device: torch.device) -> Tensor:
@@ -45,24 +51,21 @@ class FiredCounts:
         if not self._ffns or not last:
             size = (len(self._ffns), num_rows, last)
             return torch.empty(size, dtype=torch.int32, device=device)
-        return torch.stack(self._counts)
+        return torch.stack(self._counts).view(-1, num_rows, last)
 
     def _count(self, i: int, fired: Tensor) -> None:
         own = fired[..., : fired.shape[-1] - self.mapped]
         self._counts[i] = own.sum(-1, dtype=torch.int32) + self.mapped
         self.neurons[i] = fired.shape[-1]
 
-    def _hook(self, i: int, ffn: nn.Module, num_rows: int, last: int) -> RemovableHandle:
+    def _hook(self, i: int, ffn: nn.Module, pick: Callable[[Tensor], Tensor]) -> RemovableHandle:
         activation = activation_of(ffn)
 
-        def of_last(tokens: Tensor) -> Tensor:
-            return tokens.reshape(num_rows, -1, tokens.shape[-1])[:, -last:]
-
         def look_at_activation(module: nn.Module, inputs: tuple[Tensor], active: Tensor) -> None:
-            self._count(i, of_last(active) != 0)
+            self._count(i, pick(active) != 0)
 
         def compute_gates(module: nn.Module, inputs: tuple[Tensor]) -> None:
-            x = of_last(inputs[0])
+            x = pick(inputs[0])
             first, *second = gate_and_up(ffn)
             gate = first(x) if second else first(x).chunk(2, -1)[0]
             self._count(i, fires(gate))
@@ -70,3 +73,11 @@ class FiredCounts:
         if getattr(ffn, "twell_sources", ""):
             return ffn.register_forward_pre_hook(compute_gates)
         return activation.register_forward_hook(look_at_activation)
+
+
+def _last_of(num_rows: int, last: int, tokens: Tensor) -> Tensor:
+    return tokens.reshape(num_rows, -1, tokens.shape[-1])[:, -last:]
+
+
+def _at(places: Tensor, tokens: Tensor) -> Tensor:
+    return tokens.reshape(-1, tokens.shape[-1])[places]

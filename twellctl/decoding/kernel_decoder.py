@@ -20,8 +20,9 @@ ways is the fastest for each number of tokens is measured when the decoder is at
 (step_plan.py), and `plan` tells it. An activation other than ReLU leaves nothing out: then the FFN
 is dense, a step may have up to 256 rows, and the head takes at most 64 a launch.
 
-Prompts go through the model's own forward (TorchDecoder) into the same cache. They use a copy of
-the modules that shares the parameters; in the sparse form its ReLU FFNs run over TwELL.
+Prompts go through the model's own linear layers and FFNs into the same cache (prompt_pass.py). They
+use a copy of the modules that shares the parameters; in the sparse form its ReLU FFNs run over
+TwELL.
 
 A decoder changes nothing in the model that it is given but where weights lie in memory: q, k and v
 become parts of one tensor, W_down of a sparse form lies by rows of neurons, and memory may hold
@@ -29,7 +30,7 @@ more rows after those of the head. Names, shapes and values stay. Only W_down is
 layouts: where a sparse and a dense decoder run over one model, each has it in its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -39,7 +40,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_choice import WayPlan
-from twellctl.bundle.twell_few import few_linear
+from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_model import (
     activation_of,
@@ -54,16 +55,19 @@ from twellctl.decoding import attention, kernel_fit
 from twellctl.decoding.decoder import Wanted, buckets
 from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.families import norm_weight, scales_of
-from twellctl.decoding.few_ways import DENSE, few_ways, linear, with_activation
+from twellctl.decoding.few_ways import DENSE, few_ways, linear, wide_logits, with_activation
+from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.int4_layers import int4_layers, takes_int4
 from twellctl.decoding.kernel_layers import decoder_layer, own_copy, pad_rows, rotary_of_layers
-from twellctl.decoding.paged_cache import PagedCache
+from twellctl.decoding.norms import added, embed_norm, normalise_q_and_k
+from twellctl.decoding.paged_cache import LayerShape, PagedCache
 from twellctl.decoding.pages import pages_for
+from twellctl.decoding.prompt_pass import PromptPass
 from twellctl.decoding.rough_head import RoughHead
 from twellctl.decoding.screening import open_screens
 from twellctl.decoding.stable import STABLE_ROWS
 from twellctl.decoding.step_plan import Pass, plan_steps
-from twellctl.decoding.torch_decoder import TorchDecoder
+from twellctl.decoding.torch_decoder import PREFILL_CHUNK
 from twellctl.decoding.whole_step import (
     DecoderLayer,
     StepSizes,
@@ -72,6 +76,7 @@ from twellctl.decoding.whole_step import (
     takes_mapped,
 )
 from twellctl.here.own_kernels import own_kernels
+from twellctl.models.defaults import LONGEST, context_of
 from twellctl.models.linear_map import own_neurons
 
 _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positions
@@ -84,7 +89,7 @@ class KernelDecoder:
     Several decoders may run over one model and one cache. `stable`: dense, as stable.py has it.
     """
 
-    capturable = True
+    capturable, prefill_chunk = True, PREFILL_CHUNK
     why_not = staticmethod(kernel_fit.why_not)
 
     def __init__(
@@ -105,18 +110,17 @@ class KernelDecoder:
         self._limits = device_limits(self.device.index)
         screens = sparse and gates == SCREENED and self._may_screen()
         self.screens = open_screens(self._model) if screens else None
-        self._plain = TorchDecoder(self._model, attention.head_width)
-        self.vocab_size, self.context = self._plain.vocab_size, self._plain.context
-        self.prefill_chunk, self.shapes = self._plain.prefill_chunk, self._plain.shapes
+        self.vocab_size, self.context = fit.sizes.V, context_of(model.config.to_dict()) or LONGEST
+        self.shapes: Sequence[LayerShape] = kernel_fit.cached_shapes(model)
         ffns = gated_ffns(model) if sparse else []
         self.neurons: Sequence[int] = [weights_of(ffn).N for ffn in ffns]
-        self.mapped = self._plain.mapped
+        self.mapped = mapped_neurons(model.config) if sparse else 0
         self._density = _mean_density(self._model) if sparse else 0.0
         self._scales = scales_of(model)
         self._attend_plans: dict[tuple[int, int, int], attention.AttendPlan] = {}
 
     def attach(self, cache: PagedCache) -> None:
-        self._plain.attach(cache)
+        cache.check(self.shapes, by_tokens=False)
         body = self._model.model
         # under the caller's inference mode weights would become such that cannot be trained
         with torch.inference_mode(False), torch.no_grad():
@@ -134,6 +138,14 @@ class KernelDecoder:
         self._max_pages = pages_for(reach)
         self._rotary = rotary_of_layers(self._model, reach)
         self._workspace = attention.open_workspace(self._all_plans(reach), self.device)
+        self._prompts = PromptPass(
+            self.kernels,
+            self._model,
+            self._layers,
+            self._rotary,
+            self._logits,
+            FiredCounts(self._model, len(self._layers)) if self._sparse else None,
+        )
         self.whole_steps = self._make_whole_steps()
         self.plan = self._make_plan()
 
@@ -148,11 +160,10 @@ class KernelDecoder:
         last: int = 1,
         wanted: Wanted = Wanted.EXACT,
     ) -> tuple[Tensor, Tensor]:
-        """Few tokens that all get logits go over the decode kernels, others through the model."""
+        """Few tokens that all get logits go over the decode kernels, others as a prompt."""
         B, Q = tokens.shape
         if last < Q or Q > attention.MOST_QUERIES or self.max_rows < B * Q:
-            logits, fired = self._plain.run(tokens, positions, tables, last)
-            return logits, fired[: len(self.neurons)]
+            return self._prompts.run(tokens, positions, tables, last)
         tokens, positions, tables = (part.to(self.device) for part in (tokens, positions, tables))
         tables = self._of_a_width(tables)
         way = self.ways(B * Q, wanted)[self.plan.name(B * Q)]
@@ -198,14 +209,15 @@ class KernelDecoder:
         counts = torch.empty(len(self._layers), B * Q, dtype=torch.int32, device=self.device)
         norms = [layer.norms.attention for layer in self._layers] + [self._last_norm]
         first = norms[0] if norms[0] is not None else self._last_norm
-        given = (self.kernels, tokens, self._embeddings, first, self._scales.eps, counts)
-        x, h = attention.embed_norm(*given, scale=self._scales.embeddings)
+        eps = self._scales.eps
+        given = (self.kernels, tokens, self._embeddings, first, eps, counts)
+        x, h = embed_norm(*given, scale=self._scales.embeddings)
         if norms[0] is None:
             h = x
         for i, layer in enumerate(self._layers):
             qkv = self._linear(h, layer.qkv, ahead=ways[i].own)
             if layer.q_k_norms is not None:
-                self._normalise_q_and_k(qkv, *layer.q_k_norms)
+                normalise_q_and_k(self.kernels, qkv, *layer.q_k_norms, self._scales.eps)
             h = attention.attend(
                 self.kernels,
                 plan,
@@ -217,38 +229,17 @@ class KernelDecoder:
                 self._workspace,
             )
             out = partial(self._linear, h, layer.out)
-            x, h = self._added(x, out, layer.norms.after_attention, layer.norms.ffn)
+            x, h = added(self.kernels, x, out, layer.norms.after_attention, layer.norms.ffn, eps)
             how = {"counts": counts[i] if self._sparse else None, "overlap": True}
             run = partial(ways[i].run, self.kernels, self._limits, h, layer.ffn, **how)
-            x, h = self._added(x, run, layer.norms.after_ffn, norms[i + 1])
-        return self._scales.of_model(self._logits(h)), counts
+            x, h = added(self.kernels, x, run, layer.norms.after_ffn, norms[i + 1], eps)
+        return self._logits(h), counts
 
     def _logits(self, h: Tensor) -> Tensor:
-        """Not rounded to bf16, which would make many tokens equally likely."""
-        logits = [
-            few_linear(self.kernels, self._limits, few, self._head, wide=True, overlap=True)
-            for few in h.split(self._fit.at_once)
-        ]
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
-
-    def _added(
-        self, x: Tensor, block: Callable[..., Tensor], own_norm: Tensor | None, norm: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """`x` with what a block computes, and the norm of that: what the next block takes.
-
-        `own_norm`: the norm of what the block computes itself.
-        """
-        if own_norm is not None:
-            y = block(residual=None)
-            return attention.add_norm(self.kernels, y, own_norm, x, norm, self._scales.eps)
-        x = block(residual=x)
-        return x, attention.rms_norm(self.kernels, x, norm, self._scales.eps)
-
-    def _normalise_q_and_k(self, qkv: Tensor, of_q: Tensor, of_k: Tensor) -> None:
-        """All heads of each together."""
-        q, k, _ = qkv.split((len(of_q), len(of_k), qkv.shape[1] - len(of_q) - len(of_k)), dim=1)
-        attention.rms_norm(self.kernels, q, of_q, self._scales.eps, out=q)
-        attention.rms_norm(self.kernels, k, of_k, self._scales.eps, out=k)
+        """Of the model, of normalised states."""
+        at_once = self._fit.at_once
+        logits = wide_logits(self.kernels, self._limits, h, self._head, at_once)
+        return self._scales.of_model(logits)
 
     def _make_whole_steps(self) -> dict[str, WholeStep]:
         """For steps of one row, if the model is such."""

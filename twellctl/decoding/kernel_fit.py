@@ -18,10 +18,12 @@ from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_rounded_linear import RoundedLinear, weight_of
 from twellctl.bundle.twell_spec import KINDS, PAGE, few_entries
 from twellctl.decoding import families
-from twellctl.decoding.attention import plan_attend, why_no_norm, why_not_attend
+from twellctl.decoding.attention import head_width, plan_attend, why_not_attend
 from twellctl.decoding.coded_linear import CODED, linears_of
 from twellctl.decoding.few_ways import OWN_PRODUCTS
 from twellctl.decoding.int4_layers import takes_int4
+from twellctl.decoding.norms import why_no_norm
+from twellctl.decoding.paged_cache import LayerShape
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.decoding.whole_step import StepSizes, why_no_whole_step
 from twellctl.here.own_kernels import own_kernels
@@ -174,6 +176,13 @@ def weights_kind(model: PreTrainedModel) -> str:
 
 def head_dim(model: PreTrainedModel) -> int:
     return model.model.layers[0].self_attn.head_dim
+
+
+def cached_shapes(model: PreTrainedModel) -> list[LayerShape]:
+    """What each layer caches, in heads as wide as the kernels take them."""
+    config, width = model.config, head_width(head_dim(model))
+    shape = LayerShape(config.num_key_value_heads, width, width, model.dtype)
+    return [shape] * config.num_hidden_layers
 
 
 def window_of(model: PreTrainedModel, layer_idx: int) -> int | None:

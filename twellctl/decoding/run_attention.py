@@ -2,7 +2,8 @@
 
 A row's keys follow one another in memory, so that the flash attention of PyTorch reads as many of
 them as the row has, from wherever they begin: rows differ in length, and nothing is gathered or
-masked. Where there is no flash attention (on a CPU) plain attention takes one row after another.
+masked. Where there is no flash attention (on a CPU, of capped scores) plain attention takes one row
+after another.
 """
 
 import contextlib
@@ -90,13 +91,33 @@ def _attend(
     """
     runs = _RUNS.get()
     B, _, Q, _ = query.shape
-    window = sliding_window if sliding_window and sliding_window < runs.most_keys else None
-    run = _flash if query.is_cuda else _plain
-    out = run(query.transpose(1, 2).flatten(0, 1), key, value, runs, scaling, window)
+    query = query.transpose(1, 2).flatten(0, 1)
+    out = attend_runs(query, key, value, runs, scaling, sliding_window)
     return out.unflatten(0, (B, Q)), None
 
 
 AttentionInterface.register(_NAME, _attend)
+
+
+def attend_runs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: Runs,
+    scale: float | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Queries `[tokens, heads, head_dim]`, keys and values `[places, kv_heads, head_dim]` of all
+    rows, to `[tokens, heads, head_dim]`.
+
+    `window`: positions that count, the query's own included. With a `cap` scores become
+    cap tanh(score / cap), which flash attention has not.
+    """
+    window = window if window and window < runs.most_keys else None
+    if query.is_cuda and cap is None:
+        return _flash(query, key, value, runs, scale, window)
+    return _plain(query, key, value, runs, scale, window, cap)
 
 
 def _flash(
@@ -122,22 +143,42 @@ def _flash(
 
 
 def _plain(
-    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: Runs,
+    scale: float | None,
+    window: int | None,
+    cap: float | None,
 ) -> Tensor:
     """One row after another."""
-    rows = zip(runs.queries.diff(), runs.keys, runs.lengths, strict=False)
+    rows = torch.stack((runs.queries.diff(), runs.keys[:-1], runs.lengths), 1)
     taken, out = 0, []
-    for num_queries, start, length in torch.tensor(list(rows)).tolist():
+    for num_queries, start, length in rows.tolist():
         queries = query[taken : taken + num_queries]
-        places = torch.arange(length)
+        places = torch.arange(length, device=query.device)
         own = places[length - num_queries :, None]
         seen = places <= own
         if window is not None:
             seen &= places > own - window
         parts = (queries, key[start : start + length], value[start : start + length])
-        attended = nn.functional.scaled_dot_product_attention(
-            *(part.transpose(0, 1)[None] for part in parts), seen, scale=scale, enable_gqa=True
-        )
+        q, k, v = (part.transpose(0, 1)[None] for part in parts)
+        attended = _scored(q, k, v, seen, scale, cap)
         out.append(attended[0].transpose(0, 1))
         taken += num_queries
     return torch.cat(out)
+
+
+def _scored(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None, cap: float | None
+) -> Tensor:
+    """Attention of queries `[1, heads, Q, head_dim]` to the keys that are `seen`, bool `[Q, .]`."""
+    if not cap:
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(query, key, value, seen, scale=scale, enable_gqa=True)
+    sharing = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(sharing, 1) for part in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = cap * ((query @ key.mT).float() * scale / cap).tanh()
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return weights.to(value.dtype) @ value

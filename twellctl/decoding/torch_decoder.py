@@ -8,8 +8,7 @@ prompts go through the model one after another, without what fills them up.
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -88,14 +87,11 @@ class TorchDecoder:
     def __init__(
         self,
         model: PreTrainedModel,
-        width: Callable[[int], int] = int,
         *,
         consecutive: bool = False,
         stable: bool = False,
     ):
-        """`width`: columns that the cache has for a head, by its own; the others are zeros.
-
-        `consecutive`: the pages of a row are consecutive, of its table `run` reads the places to
+        """`consecutive`: the pages of a row are consecutive, of its table `run` reads the places to
         write alone, and what fires is not counted; the cache is one `by_tokens`. `stable`: few
         tokens go through the model one by one, and the host reads where they stand.
         """
@@ -105,10 +101,7 @@ class TorchDecoder:
         self.context = context_of(config.to_dict()) or LONGEST
         self.consecutive, self.stable, self.capturable = consecutive, stable, not stable
         self.kernels = _kernels_that_choose(self.device) if consecutive else None
-        self.shapes: Sequence[LayerShape] = [
-            replace(shape, key_dim=width(shape.key_dim), value_dim=width(shape.value_dim))
-            for shape in cached_shapes(model)
-        ]
+        self.shapes: Sequence[LayerShape] = cached_shapes(model)
         self._model, self._config = model, config
         self._cache_argument = cache_argument(model)
         self._fired = None if consecutive else FiredCounts(model, config.num_hidden_layers)
@@ -269,7 +262,6 @@ class _Rows(Cache):
         found = []
         wide = self._cache.keys[layer_idx], self._cache.values[layer_idx]
         for pages, new in zip(wide, (keys, values), strict=True):
-            pages = pages[..., : new.shape[-1]]
             pages[self._pages, :, self._slots] = new.transpose(1, 2)
             found.append(self._seen(pages))
         return tuple(found)

@@ -1,0 +1,199 @@
+"""A pass over prompts, for models that the decode kernels know (kernel_fit.py).
+
+transformers' own forward takes some 60 operations a layer, and the host needs longer to start them
+than a GPU needs for a prompt of two thousand tokens. Here a layer takes half as many: norms and
+`store_keys` are kernels of ours, and linear layers and FFNs are the model's own modules.
+
+    embed_norm; of each layer
+    q, k, v -> store_keys -> flash attention over what is cached of each row -> o, onto x
+    rms_norm -> the FFN, onto x
+
+What fills up short rows is left out: the tokens of all rows lie behind one another.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from twellctl.bundle.twell_launch import KernelSet
+from twellctl.bundle.twell_spec import PAGE
+from twellctl.decoding.attention import Heads, Rotary, head_width, store_keys
+from twellctl.decoding.families import norm_weight, scales_of
+from twellctl.decoding.fired_counts import FiredCounts
+from twellctl.decoding.int4_layers import names_of_qkv
+from twellctl.decoding.kernel_fit import head_dim
+from twellctl.decoding.norms import added, embed_norm, normalise_q_and_k
+from twellctl.decoding.pages import pages_for
+from twellctl.decoding.run_attention import Runs, attend_runs
+from twellctl.decoding.whole_step import DecoderLayer
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The T tokens of all rows, on the device: `tokens` and `positions` int32 `[T]`, a row's
+    `tables` int32 `[T, W]` for each of its tokens, `pages` int64 of all rows, and the places
+    `wanted` int64 `[B last]` of the tokens that get logits."""
+
+    tokens: Tensor
+    positions: Tensor
+    tables: Tensor
+    pages: Tensor
+    wanted: Tensor
+    runs: Runs
+
+    @classmethod
+    def of(
+        cls, tokens: Tensor, positions: Tensor, tables: Tensor, last: int, device: torch.device
+    ) -> "Prompts":
+        """Of what `Decoder.run` takes; it reads it on the host."""
+        tokens, positions, tables = (part.cpu().int() for part in (tokens, positions, tables))
+        is_token = positions >= 0
+        counts = is_token.sum(1)
+        ends = counts.cumsum(0)
+        lengths = positions[:, -1] + 1
+        num_pages = [pages_for(length) for length in lengths.tolist()]
+        keys = PAGE * F.pad(torch.tensor(num_pages).cumsum(0), (1, 0))
+        pages = [table[:num] for table, num in zip(tables, num_pages, strict=True)]
+        wanted = (ends[:, None] + torch.arange(-last, 0)).clamp(min=0).flatten()
+        on = partial(_on, device)
+        return cls(
+            on(tokens[is_token]),
+            on(positions[is_token]),
+            on(tables.repeat_interleave(counts, 0)),
+            on(torch.cat(pages).long()),
+            on(wanted),
+            Runs(
+                queries=on(F.pad(ends, (1, 0)).int()),
+                keys=on(keys.int()),
+                lengths=on(lengths.int()),
+                most_queries=int(counts.max()),
+                most_keys=PAGE * max(num_pages),
+            ),
+        )
+
+
+class PromptPass:
+    """Over the decoder layers of `model`, which are `layers` over a cache.
+
+    `logits` takes normalised states `[n, K]`. `counts`: what of the FFNs is to be counted, if
+    anything.
+    """
+
+    def __init__(
+        self,
+        kernels: KernelSet,
+        model: PreTrainedModel,
+        layers: Sequence[DecoderLayer],
+        rotary: Sequence[Rotary],
+        logits: Callable[[Tensor], Tensor],
+        counts: FiredCounts | None,
+    ):
+        self._kernels, self._logits, self._counts = kernels, logits, counts
+        self._layers = [*zip(model.model.layers, layers, rotary, strict=True)]
+        self._embeddings = model.get_input_embeddings().weight.detach()
+        self._scales = scales_of(model)
+        self._last_norm = norm_weight(model.model.norm)
+        config = model.config
+        self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, head_dim(model))
+
+    def run(
+        self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `Decoder.run` (decoder.py). Inputs on the device are waited for."""
+        B, device = len(tokens), self._embeddings.device
+        prompts = Prompts.of(tokens, positions, tables, last, device)
+        counted: AbstractContextManager[None] = nullcontext()
+        if self._counts is not None:
+            counted = self._counts.counted(B, last, prompts.wanted)
+        with counted:
+            h = self._states(prompts)
+        if self._counts is None:
+            fired = torch.empty((0, B, last), dtype=torch.int32, device=device)
+        else:
+            fired = self._counts.found(B, last, device)
+        if not last:
+            return h.new_empty(B, 0, len(self._embeddings)), fired
+        return self._logits(h[prompts.wanted]).unflatten(0, (B, last)), fired
+
+    def _states(self, prompts: Prompts) -> Tensor:
+        """Behind all layers, normalised, `[T, K]`."""
+        norms = [layer.norms.attention for _, layer, _ in self._layers] + [self._last_norm]
+        first = norms[0] if norms[0] is not None else self._last_norm
+        given = self._kernels, prompts.tokens, self._embeddings, first, self._scales.eps
+        x, h = embed_norm(*given, scale=self._scales.embeddings)
+        if norms[0] is None:
+            h = x
+        angles = _Angles(prompts.positions)
+        for (module, layer, rotary), norm in zip(self._layers, norms[1:], strict=True):
+            y = self._attended(h, prompts, module.self_attn, layer, rotary, angles)
+            x, h = self._added(x, y, layer.norms.after_attention, layer.norms.ffn)
+            x, h = self._added(x, module.mlp(h), layer.norms.after_ffn, norm)
+        return h
+
+    def _added(
+        self, x: Tensor, y: Tensor, own_norm: Tensor | None, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return added(self._kernels, x, partial(_onto, y), own_norm, norm, self._scales.eps)
+
+    def _attended(
+        self,
+        h: Tensor,
+        prompts: Prompts,
+        own: nn.Module,
+        layer: DecoderLayer,
+        rotary: Rotary,
+        angles: "_Angles",
+    ) -> Tensor:
+        """Of the attention layer `own`, `[T, K]` each."""
+        attend, (H, _, D) = layer.attend, self._heads
+        qkv = torch.cat([getattr(own, name)(h) for name in names_of_qkv(own)], -1)
+        if layer.q_k_norms is not None:
+            normalise_q_and_k(self._kernels, qkv, *layer.q_k_norms, self._scales.eps)
+        where = prompts.positions, prompts.tables, rotary
+        store_keys(self._kernels, self._heads, attend, qkv, *where)
+        q = qkv[:, : H * D].unflatten(1, (H, D))
+        if attend.q_norm is not None:
+            q = F.rms_norm(q.float(), (D,), eps=attend.eps).to(q.dtype) * attend.q_norm[:D]
+        q = angles.turn(F.pad(q, (0, head_width(D) - D)), rotary)
+        keys, values = (
+            pages[prompts.pages].transpose(1, 2).flatten(0, 1)
+            for pages in (attend.keys, attend.values)
+        )
+        how = attend.scale, attend.window, attend.cap
+        y = attend_runs(q, keys, values, prompts.runs, *how)
+        return own.o_proj(y[..., :D].flatten(1))
+
+
+class _Angles:
+    """By which a pass turns heads at its `positions` `[T]`, of each kind of layers once."""
+
+    def __init__(self, positions: Tensor):
+        self._positions = positions
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def turn(self, heads: Tensor, rotary: Rotary) -> Tensor:
+        """`[T, H, head_width(D)]`, rounded as transformers rounds."""
+        if id(rotary) not in self._known:
+            tables = rotary.cos[self._positions][:, None], rotary.sin[self._positions][:, None]
+            self._known[id(rotary)] = tables
+        cos, sin = self._known[id(rotary)]
+        half = rotary.turned // 2
+        lower, upper = heads[..., :half], heads[..., half : 2 * half]
+        halves = torch.cat((-upper, lower, heads[..., 2 * half :]), -1)
+        return heads * cos + halves * sin
+
+
+def _onto(y: Tensor, residual: Tensor | None) -> Tensor:
+    return y if residual is None else residual + y
+
+
+def _on(device: torch.device, part: Tensor) -> Tensor:
+    """Without a wait of the host."""
+    pinned = part.pin_memory() if device.type == "cuda" else part
+    return pinned.to(device, non_blocking=True)
