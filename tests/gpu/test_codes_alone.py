@@ -113,18 +113,22 @@ def test_exact_answers_are_drafted_over_codes_alone(family, drafts):
 
 
 def test_prompts_are_those_of_weights_in_bf16():
-    """Of one token and of many, over chunks; the cache and logits are those of the expanded model
-    but for the order of sums."""
+    """Of one token and of many, over chunks: they err no more than the expanded model's own forward
+    in bf16."""
     model = packed(make(max_position_embeddings=8192).cuda())
     beside = copy.deepcopy(model)
     expand_layers(beside)
-    decoders = [attached(CodedDecoder(model), 100), attached(TorchDecoder(beside), 100)]
+    wide = copy.deepcopy(beside).float()
+    coded, plain = attached(CodedDecoder(model), 100), attached(TorchDecoder(beside), 100)
     for length in (2, 16, 512, 5000):
         text = torch.randint(4099, (length,)).tolist()
         pages = [*range(1, 1 + length // 64 + 1)]
         with torch.inference_mode():
-            one, other = (d.run(*padded([(text, 0, pages)]))[0] for d in decoders)
-        assert (one - other).abs().max() < 0.06 * other.std(), length
+            given = padded([(text, 0, pages)])
+            found, known = coded.run(*given)[0], plain.run(*given)[0]
+            exact = wide(torch.tensor([text], device="cuda")).logits[0, -1]
+        assert away(found, exact).mean() < 1.5 * away(known, exact).mean(), length
+        assert away(found, exact).max() < 2 * away(known, exact).max(), length
 
 
 # ---- memory

@@ -20,6 +20,7 @@ from twellctl.bundle.twell_launch import device_limits, kernels_for
 from twellctl.bundle.twell_rounded_linear import weight_of
 from twellctl.bundle.twell_spec import PAGE, step_group
 from twellctl.decoding import kernel_fit
+from twellctl.decoding.coded_linear import all_rows
 from twellctl.decoding.decoder import Wanted
 from twellctl.decoding.families import norm_weight, scales_of
 from twellctl.decoding.few_ways import wide_logits
@@ -74,7 +75,8 @@ class CodedDecoder:
         self._head = weight_of(self._model.lm_head).detached()
         self._scales = scales_of(self._model)
         counts = FiredCounts(self._model, len(layers)) if self._sparse else None
-        given = self.kernels, self._model, layers, rotary
+        qkv = [all_rows(coded.qkv) for coded in self._coded]
+        given = self.kernels, self._model, layers, qkv, rotary
         self._prompts = PromptPass(*given, self._logits, counts)
         make = partial(
             WholeStep,

@@ -139,6 +139,13 @@ def weight_of_rows(linears: list[CodedLinear]) -> Weight:
     )
 
 
+def all_rows(linears: list[CodedLinear]) -> CodedLinear:
+    """Of the same inputs: one with the rows of all."""
+    weight, first = weight_of_rows(linears), linears[0]
+    num_rows = sum(linear.out_features for linear in linears)
+    return CodedLinear(weight.values, weight.bias, first.in_features, num_rows, first.group)
+
+
 def expand_layers(model: nn.Module) -> None:
     """Give each linear layer that is codes alone its weight; it keeps the codes."""
     for name, layer in [(name, m) for name, m in model.named_modules() if isinstance(m, CODED)]:

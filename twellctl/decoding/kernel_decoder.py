@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from twellctl.bundle import twell_dense
 from twellctl.bundle.twell_choice import WayPlan
 from twellctl.bundle.twell_config import mapped_neurons
 from twellctl.bundle.twell_launch import device_limits, kernels_for
@@ -142,6 +143,7 @@ class KernelDecoder:
             self.kernels,
             self._model,
             self._layers,
+            [partial(twell_dense.linear, weight=layer.qkv) for layer in self._layers],
             self._rotary,
             self._logits,
             FiredCounts(self._model, len(self._layers)) if self._sparse else None,

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_launch import KernelSet
@@ -26,7 +26,6 @@ from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.attention import Heads, Rotary, head_width, store_keys
 from twellctl.decoding.families import norm_weight, scales_of
 from twellctl.decoding.fired_counts import FiredCounts
-from twellctl.decoding.int4_layers import names_of_qkv
 from twellctl.decoding.kernel_fit import head_dim
 from twellctl.decoding.norms import added, embed_norm, normalise_q_and_k
 from twellctl.decoding.pages import pages_for
@@ -81,8 +80,8 @@ class Prompts:
 class PromptPass:
     """Over the decoder layers of `model`, which are `layers` over a cache.
 
-    `logits` takes normalised states `[n, K]`. `counts`: what of the FFNs is to be counted, if
-    anything.
+    `qkv`: of each layer, the product of states `[T, K]` and its weight to q, k and v. `logits`
+    takes normalised states `[n, K]`. `counts`: what of the FFNs is to be counted, if anything.
     """
 
     def __init__(
@@ -90,12 +89,13 @@ class PromptPass:
         kernels: KernelSet,
         model: PreTrainedModel,
         layers: Sequence[DecoderLayer],
+        qkv: Sequence[Callable[[Tensor], Tensor]],
         rotary: Sequence[Rotary],
         logits: Callable[[Tensor], Tensor],
         counts: FiredCounts | None,
     ):
         self._kernels, self._logits, self._counts = kernels, logits, counts
-        self._layers = [*zip(model.model.layers, layers, rotary, strict=True)]
+        self._layers = [*zip(model.model.layers, layers, qkv, rotary, strict=True)]
         self._embeddings = model.get_input_embeddings().weight.detach()
         self._scales = scales_of(model)
         self._last_norm = norm_weight(model.model.norm)
@@ -123,15 +123,16 @@ class PromptPass:
 
     def _states(self, prompts: Prompts) -> Tensor:
         """Behind all layers, normalised, `[T, K]`."""
-        norms = [layer.norms.attention for _, layer, _ in self._layers] + [self._last_norm]
+        norms = [layer.norms.attention for _, layer, *_ in self._layers] + [self._last_norm]
         first = norms[0] if norms[0] is not None else self._last_norm
         given = self._kernels, prompts.tokens, self._embeddings, first, self._scales.eps
         x, h = embed_norm(*given, scale=self._scales.embeddings)
         if norms[0] is None:
             h = x
         angles = _Angles(prompts.positions)
-        for (module, layer, rotary), norm in zip(self._layers, norms[1:], strict=True):
-            y = self._attended(h, prompts, module.self_attn, layer, rotary, angles)
+        for (module, layer, qkv, rotary), norm in zip(self._layers, norms[1:], strict=True):
+            y = self._attended(qkv(h), prompts, layer, rotary, angles)
+            y = module.self_attn.o_proj(y)
             x, h = self._added(x, y, layer.norms.after_attention, layer.norms.ffn)
             x, h = self._added(x, module.mlp(h), layer.norms.after_ffn, norm)
         return h
@@ -143,16 +144,14 @@ class PromptPass:
 
     def _attended(
         self,
-        h: Tensor,
+        qkv: Tensor,
         prompts: Prompts,
-        own: nn.Module,
         layer: DecoderLayer,
         rotary: Rotary,
         angles: "_Angles",
     ) -> Tensor:
-        """Of the attention layer `own`, `[T, K]` each."""
+        """`[T, (H + 2 Hkv) D]` to `[T, H D]`."""
         attend, (H, _, D) = layer.attend, self._heads
-        qkv = torch.cat([getattr(own, name)(h) for name in names_of_qkv(own)], -1)
         if layer.q_k_norms is not None:
             normalise_q_and_k(self._kernels, qkv, *layer.q_k_norms, self._scales.eps)
         where = prompts.positions, prompts.tables, rotary
@@ -160,14 +159,16 @@ class PromptPass:
         q = qkv[:, : H * D].unflatten(1, (H, D))
         if attend.q_norm is not None:
             q = F.rms_norm(q.float(), (D,), eps=attend.eps).to(q.dtype) * attend.q_norm[:D]
-        q = angles.turn(F.pad(q, (0, head_width(D) - D)), rotary)
+        if head_width(D) > D:
+            q = F.pad(q, (0, head_width(D) - D))
+        q = angles.turn(q, rotary)
         keys, values = (
             pages[prompts.pages].transpose(1, 2).flatten(0, 1)
             for pages in (attend.keys, attend.values)
         )
         how = attend.scale, attend.window, attend.cap
         y = attend_runs(q, keys, values, prompts.runs, *how)
-        return own.o_proj(y[..., :D].flatten(1))
+        return y[..., :D].flatten(1)
 
 
 class _Angles:
