@@ -83,7 +83,7 @@ def test_a_token_has_the_same_bits_in_any_pass(model):
     assert KernelDecoder.why_not(model) is None
     decoder = attached(KernelDecoder(model, stable=True), 400)
     lengths = (5, 70, 1300, 64, 700)
-    rows = prompts_of(*(length + 8 for length in lengths))
+    rows = prompts_of(*(length + 16 for length in lengths))
     pages = [list(range(1 + 25 * i, 25 + 25 * i)) for i in range(len(rows))]
     for row, length, own in zip(rows, lengths, pages, strict=True):
         decoder.run(*padded([(row[:length], 0, own)]), last=0)
@@ -98,10 +98,10 @@ def test_a_token_has_the_same_bits_in_any_pass(model):
 
     everyone = list(range(len(rows)))
     alone = torch.stack(
-        [torch.cat([logits_of([i], j, 1)[:, 0] for j in range(8)]) for i in everyone]
+        [torch.cat([logits_of([i], j, 1)[:, 0] for j in range(16)]) for i in everyone]
     )
     assert alone.isfinite().all()
-    for count in (1, 2, 3, 4, 6, 8):
+    for count in (1, 2, 3, 4, 6, 8, 12, 16):
         for some in ([0], [2], [1, 4], [0, 1, 2], everyone):
             if len(some) * count <= decoder.max_rows:
                 found = logits_of(some, 0, count)

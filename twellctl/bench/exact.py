@@ -26,8 +26,8 @@ from twellctl.bench.exact_results import (
 )
 from twellctl.bench.held import held_bytes
 from twellctl.bench.settings import ExactSettings
-from twellctl.decoding.drafting import MOST_DRAFTS
 from twellctl.decoding.engine import EngineError, Sampling
+from twellctl.decoding.lookup import MOST_LOOKED_UP
 from twellctl.decoding.opening import open_scheduler, why_no_gain
 from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.scheduler import Scheduler
@@ -86,7 +86,7 @@ def _forms(model: PreTrainedModel, draft: PreTrainedModel, gates: str) -> dict[s
     """What to open, by name; first what others are compared with."""
     exact = {"model": model, "draft": draft, "gates": gates}
     drafts = {f"exact, {counted(count, 'draft')}": Drafts(count) for count in COUNTS}
-    drafts["exact, lookup"] = Drafts(MOST_DRAFTS, LOOKUP)
+    drafts["exact, lookup"] = Drafts(MOST_LOOKED_UP, LOOKUP)
     return {
         STABLE: {"model": model, "stable": True},
         ORIGINAL: {"model": model},

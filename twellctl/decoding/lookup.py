@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twellctl.bundle.twell_spec import PAGE
-from twellctl.decoding.drafting import MOST_DRAFTS
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.weighing import Weights
 
+MOST_LOOKED_UP = 15  # drafts of a row and round: with its input they are two octets
 _LONGEST, _SHORTEST = 4, 2  # tokens in a row that stood there before, at most and at least
 _COMPARED = 3  # by the host
 
@@ -25,12 +25,11 @@ class LookupDrafter:
     """A `Drafter` (rounds.py) that knows the tokens of `max_rows` rows, up to `context` of each."""
 
     name = "lookup"
+    most_drafts = MOST_LOOKED_UP
     max_rows: int | None = None
 
-    def __init__(
-        self, max_rows: int, context: int, device: torch.device, most_drafts: int = MOST_DRAFTS
-    ):
-        self.most_drafts, self._context = most_drafts, context
+    def __init__(self, max_rows: int, context: int, device: torch.device):
+        self._context = context
         # like keys and values: those behind a row's position may be anything. Column `context` is
         # for what is no token
         self._tokens = torch.zeros(max_rows, context + 1, dtype=torch.int32, device=device)

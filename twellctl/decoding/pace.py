@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from twellctl.decoding.rounds import Drafts
 
-_COUNTS = (1, 2, 3, 5, 7)  # of drafts; each is a CUDA graph of its own
+_COUNTS = (1, 2, 3, 5, 7, 11, 15)  # of drafts; each is a CUDA graph of its own
 _FIRST = 3  # that are tried, where none was
 _TRIALS = 3  # rounds of a kind before it is believed what they take
 _GAIN = 1.03  # that drafts must promise
