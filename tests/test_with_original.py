@@ -206,6 +206,8 @@ def test_run_puts_its_own_model_there(success, silu_llama, text_file, tmp_path):
     success("run", tmp_path / "run.yaml")
     exported = tmp_path / "out/exported"
     assert open_checkpoint(exported / ORIGINAL).activation == "silu"
+    size = sum(file.stat().st_size for file in exported.rglob("*.safetensors"))
+    assert f"{size / 1e9:.3g} GB in exported/" in (tmp_path / "out/report.html").read_text()
     again = {"model": str(exported), "out": str(tmp_path / "again"), "export": steps["export"]}
     (tmp_path / "again.yaml").write_text(json.dumps(again))
     success("run", tmp_path / "again.yaml")

@@ -186,7 +186,7 @@ def _facts(folder: Path, evaluation: dict[str, Any] | None) -> Iterator[tuple[st
         yield "measured on", f"{evaluation['device']}, {evaluation['dtype']}"
         yield "versions", ", ".join(f"{k} {v}" for k, v in evaluation["versions"].items())
         yield "fingerprint of the weights", evaluation["fingerprint"]
-    weights = list((folder / "exported").glob("*.safetensors"))
+    weights = list((folder / "exported").rglob("*.safetensors"))  # an original's, too
     if weights:
         size = sum(path.stat().st_size for path in weights)
         yield "weights on disk", f"{size / 1e9:.3g} GB in exported/"
