@@ -18,7 +18,8 @@ from typing import Annotated
 
 import typer
 
-from twellctl.evaluation.questions import prompt_of, read_tasks, right
+from twellctl.evaluation.questions import messages_of, read_tasks, right
+from twellctl.text.tokens import Messages
 
 Answer = tuple[str, str, int]  # text, why it ended (or the error), number of tokens
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -46,7 +47,7 @@ def serve(
         _wait_for(server, answer, log)
         begin = time.time()
         with ThreadPoolExecutor(STREAMS) as pool:
-            answers = list(pool.map(answer, map(prompt_of, task.questions)))
+            answers = list(pool.map(answer, map(messages_of, task.questions)))
         seconds = time.time() - begin
     finally:
         server.terminate()
@@ -73,17 +74,17 @@ def _start_server(
         return subprocess.Popen(command, env=variables, stdout=to, stderr=to), port
 
 
-def _client(port: int, model: str, max_tokens: int) -> Callable[[str], Answer]:
-    """A function from a user's message to the greedy answer."""
+def _client(port: int, model: str, max_tokens: int) -> Callable[[Messages], Answer]:
+    """A function from a chat's messages to the greedy answer."""
     from openai import OpenAI, OpenAIError  # vLLM brings it
 
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
-    def answer(text: str) -> Answer:
+    def answer(messages: Messages) -> Answer:
         try:
             found = client.chat.completions.create(
                 model=model,
-                messages=[{"role": "user", "content": text}],
+                messages=messages,
                 temperature=0,
                 top_p=1,
                 max_tokens=max_tokens,
@@ -98,9 +99,9 @@ def _client(port: int, model: str, max_tokens: int) -> Callable[[str], Answer]:
     return answer
 
 
-def _wait_for(server: subprocess.Popen, answer: Callable[[str], Answer], log: Path) -> None:
+def _wait_for(server: subprocess.Popen, answer: Callable[[Messages], Answer], log: Path) -> None:
     """Return when the server answers; exit if it has ended."""
-    while answer("Hello")[1] == "Connection error.":
+    while answer([{"role": "user", "content": "Hello"}])[1] == "Connection error.":
         if server.poll() is not None:
             sys.exit(f"the server ended with {server.returncode}: {log}")
         time.sleep(1)

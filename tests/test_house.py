@@ -1,6 +1,8 @@
-"""How the code is written: the length of functions, and where the formatter may be switched off."""
+"""How the code is written: the length of functions, where the formatter may be switched off, what
+scripts for developers import."""
 
 import ast
+import importlib
 import re
 import subprocess
 from collections.abc import Iterator
@@ -188,3 +190,17 @@ def test_only_tables_of_numbers_are_formatted_by_hand():
     ]
     assert len(skips) <= MOST_SKIPS
     assert not [place for place, share in skips if share < LEAST_NUMBERS]
+
+
+def test_scripts_for_developers_import_what_there_is():
+    """Most of them run on a GPU alone, so no other test would tell."""
+    found = [
+        (node.module, alias.name)
+        for path in tracked(".ci/*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("twellctl")
+        for alias in node.names
+    ]
+    assert len(found) > 10
+    for module, name in found:
+        assert hasattr(importlib.import_module(module), name), (module, name)
