@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twellctl.decoding.capture import captured
 from twellctl.decoding.decoder import Decoder, Wanted, buckets
 from twellctl.decoding.rounds import Drafter, Drafts, Round, inputs_of
 from twellctl.decoding.sampler import Field, Variant
@@ -260,13 +261,8 @@ class Batch:
             return run
         for _ in range(_WARM_UPS):
             self._rehearse(run)
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream(self.decoder.device)
         try:
-            with torch.cuda.graph(
-                graph, self._graph_memory, stream, capture_error_mode="thread_local"
-            ):
-                run()
+            graph = captured(run, self._graph_memory, self.decoder.device)
         except Exception as error:
             if not self._uncaptured:
                 said = " ".join(str(error).split())[:200]

@@ -8,12 +8,11 @@ than a GPU needs for a prompt of two thousand tokens. Here a layer takes half as
     q, k, v -> store_keys -> flash attention over what is cached of each row -> o, onto x
     rms_norm -> the FFN, onto x
 
-What fills up short rows is left out: the tokens of all rows lie behind one another.
+Several prompts lie behind one another; a short one alone is a CUDA graph (prompt_graphs.py).
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,59 +21,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_launch import KernelSet
-from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.attention import Heads, Rotary, head_width, store_keys
 from twellctl.decoding.families import norm_weight, scales_of
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.kernel_fit import head_dim
 from twellctl.decoding.norms import added, embed_norm, normalise_q_and_k
-from twellctl.decoding.pages import pages_for
-from twellctl.decoding.run_attention import Runs, attend_runs
+from twellctl.decoding.prompt_graphs import PromptGraphs
+from twellctl.decoding.prompts import Prompts
+from twellctl.decoding.run_attention import attend_runs
 from twellctl.decoding.whole_step import DecoderLayer
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The T tokens of all rows, on the device: `tokens` and `positions` int32 `[T]`, a row's
-    `tables` int32 `[T, W]` for each of its tokens, `pages` int64 of all rows, and the places
-    `wanted` int64 `[B last]` of the tokens that get logits."""
-
-    tokens: Tensor
-    positions: Tensor
-    tables: Tensor
-    pages: Tensor
-    wanted: Tensor
-    runs: Runs
-
-    @classmethod
-    def of(
-        cls, tokens: Tensor, positions: Tensor, tables: Tensor, last: int, device: torch.device
-    ) -> "Prompts":
-        """Of what `Decoder.run` takes; it reads it on the host."""
-        tokens, positions, tables = (part.cpu().int() for part in (tokens, positions, tables))
-        is_token = positions >= 0
-        counts = is_token.sum(1)
-        ends = counts.cumsum(0)
-        lengths = positions[:, -1] + 1
-        num_pages = [pages_for(length) for length in lengths.tolist()]
-        keys = PAGE * F.pad(torch.tensor(num_pages).cumsum(0), (1, 0))
-        pages = [table[:num] for table, num in zip(tables, num_pages, strict=True)]
-        wanted = (ends[:, None] + torch.arange(-last, 0)).clamp(min=0).flatten()
-        on = partial(_on, device)
-        return cls(
-            on(tokens[is_token]),
-            on(positions[is_token]),
-            on(tables.repeat_interleave(counts, 0)),
-            on(torch.cat(pages).long()),
-            on(wanted),
-            Runs(
-                queries=on(F.pad(ends, (1, 0)).int()),
-                keys=on(keys.int()),
-                lengths=on(lengths.int()),
-                most_queries=int(counts.max()),
-                most_keys=PAGE * max(num_pages),
-            ),
-        )
 
 
 class PromptPass:
@@ -101,13 +56,21 @@ class PromptPass:
         self._last_norm = norm_weight(model.model.norm)
         config = model.config
         self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, head_dim(model))
+        capped = any(layer.attend.cap for layer in layers)  # attention then waits for the device
+        self._graphs = PromptGraphs(self._run, self._embeddings.device, captures=not capped)
 
     def run(
         self, tokens: Tensor, positions: Tensor, tables: Tensor, last: int
     ) -> tuple[Tensor, Tensor]:
         """As `Decoder.run` (decoder.py). Inputs on the device are waited for."""
-        B, device = len(tokens), self._embeddings.device
-        prompts = Prompts.of(tokens, positions, tables, last, device)
+        tokens, positions, tables = (part.cpu() for part in (tokens, positions, tables))
+        if self._graphs.takes(tokens, positions, last):
+            return self._graphs.run(tokens, positions, tables)
+        return self._run(Prompts.of(tokens, positions, tables, last, self._embeddings.device))
+
+    def _run(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """Logits `[B, last, V]` and what fired, `[L, B, last]`. No host reads."""
+        B, last, device = prompts.num_rows, prompts.last, self._embeddings.device
         counted: AbstractContextManager[None] = nullcontext()
         if self._counts is not None:
             counted = self._counts.counted(B, last, prompts.wanted)
@@ -192,9 +155,3 @@ class _Angles:
 
 def _onto(y: Tensor, residual: Tensor | None) -> Tensor:
     return y if residual is None else residual + y
-
-
-def _on(device: torch.device, part: Tensor) -> Tensor:
-    """Without a wait of the host."""
-    pinned = part.pin_memory() if device.type == "cuda" else part
-    return pinned.to(device, non_blocking=True)

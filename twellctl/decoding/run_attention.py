@@ -26,7 +26,8 @@ _HEAD_DIM = 256  # of flash attention, at most; a multiple of 8
 class Runs:
     """Which queries see which keys: row b has the queries from `queries[b]` to `queries[b + 1]`.
 
-    Its keys are `lengths[b]`, from `keys[b]` on; its last query belongs to the last of them. All
+    Its keys are `lengths[b]`, from `keys[b]` on; its last query belongs to the last of them, and
+    queries before the first key are nobody's. All
     int32, `[B + 1]` and lengths `[B]`. `most_queries` and `most_keys` bound those of a row.
     """
 
@@ -157,7 +158,7 @@ def _plain(
     for num_queries, start, length in rows.tolist():
         queries = query[taken : taken + num_queries]
         places = torch.arange(length, device=query.device)
-        own = places[length - num_queries :, None]
+        own = torch.arange(length - num_queries, length, device=query.device)[:, None]
         seen = places <= own
         if window is not None:
             seen &= places > own - window
