@@ -195,6 +195,8 @@ def test_what_is_in_memory(tiny):
     assert beside == pytest.approx(2 * size + 2 * codes + 5 * table, abs=small)
     original = bytes_of(model, stable=True)
     assert original == pytest.approx(2 * size + 4 * table, abs=small)
+    larger = open_scheduler(model, stable=True, cache_bytes=8 << 20)
+    assert held_bytes(larger) == pytest.approx(original, abs=1 << 16)  # but for the cache
     draft = packed_draft(model, copy.deepcopy(model))
     exact = bytes_of(model, draft=draft)
     assert exact == pytest.approx(original + codes + table, abs=small)

@@ -8,6 +8,7 @@ from types import FunctionType, MethodType, ModuleType
 import torch
 from transformers import PretrainedConfig
 
+from twellctl.decoding.attention import AttendLayer
 from twellctl.decoding.paged_cache import PagedCache
 
 # whose attributes are not looked at
@@ -29,12 +30,17 @@ def held_bytes(*holders: object) -> int:
         if isinstance(one, torch.Tensor):
             storage = one.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(one, PagedCache):
-            tensors = (*one.keys, *one.values)
-            cached |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
         else:
+            cached |= {tensor.untyped_storage().data_ptr() for tensor in _cached_in(one)}
             left += _parts_of(one)
     return sum(size for place, size in found.items() if place not in cached)
+
+
+def _cached_in(one: object) -> Iterable[torch.Tensor]:
+    """The keys and values that a cache has, or a layer attends to."""
+    if isinstance(one, PagedCache):
+        return *one.keys, *one.values
+    return (one.keys, one.values) if isinstance(one, AttendLayer) else ()
 
 
 def _parts_of(one: object) -> Iterable[object]:
