@@ -36,6 +36,14 @@ def prompts(tmp_path):
     return jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"What is {n}?"} for n in range(5)])
 
 
+@pytest.fixture(scope="module")
+def short(make_model, tmp_path_factory):
+    """A SiLU model whose context soon ends an answer, and that converted; read only."""
+    model, relu = make_model("llama", max_position_embeddings=96), tmp_path_factory.mktemp("relu")
+    convert(model, relu / "model")
+    return model, relu / "model"
+
+
 def test_answers_are_those_of_one_at_a_time(silu_llama, tokenizer):
     model = load_model(open_checkpoint(silu_llama), dtype=torch.float32)
     asked = ["import os", "What?", "def f(x):\n    return x" * 4]
@@ -61,19 +69,20 @@ def test_room_is_a_matter_of_each_prompt(silu_llama, tokenizer):
     assert (score.answers, score.agree) == (2, 2)
 
 
-def test_prompts_without_room_are_left_out_and_counted(success, silu_llama, tmp_path):
+def test_prompts_without_room_are_left_out_and_counted(success, short, tmp_path):
+    model, _ = short
     file = jsonl(tmp_path / "p.jsonl", [{"prompt": "Why?"}, {"prompt": "long " * 400}])
-    out, err = success("compare", silu_llama, silu_llama, "--prompts", file, "--max-tokens", 4)
+    out, err = success("compare", model, model, "--prompts", file, "--max-tokens", 4)
     assert "1 prompt left out: the model's context is too short" in "".join(err)
     assert "the same to the end" in out.splitlines()[1]
     rows = [{"prompt": "Why?", "answer": "x"}, {"prompt": "long " * 400, "answer": "x"}]
     tasks = jsonl(tmp_path / "t.jsonl", rows)
-    _, err = success("eval", silu_llama, "--tasks", tasks)
+    _, err = success("eval", model, "--tasks", tasks)
     assert "1 question without an answer: the model's context is too short" in "".join(err)
 
 
-def test_a_prompt_that_the_template_refuses_is_left_out(success, silu_llama, tmp_path, caplog):
-    model = shutil.copytree(silu_llama, tmp_path / "model")
+def test_a_prompt_that_the_template_refuses_is_left_out(success, short, tmp_path, caplog):
+    model = shutil.copytree(short[0], tmp_path / "model")
     template = "{% if messages[0].content == 'No' %}{{ raise_exception('no') }}{% endif %}Why?"
     (model / "chat_template.jinja").write_text(template)
     rows = [{"prompt": "No", "answer": "x"}, {"prompt": "Why?", "answer": "x"}]
@@ -103,9 +112,8 @@ def test_an_answer_that_loops_is_known():
 
 
 @torch.no_grad()
-def test_agreement_is_that_of_transformers_logits(make_model, tmp_path, tokenizer, prompts):
-    silu_llama, relu_llama = make_model("llama", max_position_embeddings=96), tmp_path / "relu"
-    convert(silu_llama, relu_llama)
+def test_agreement_is_that_of_transformers_logits(short, tokenizer, prompts):
+    silu_llama, relu_llama = short
     done = evaluate(relu_llama, reference=silu_llama, prompts=prompts, limit=3)
     ours, theirs = (
         AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval()
@@ -141,8 +149,8 @@ def test_agreement_is_that_of_transformers_logits(make_model, tmp_path, tokenize
     assert same.verdict.step is None  # 5 answers are too few
 
 
-def test_a_fit_is_a_draft_of_its_original(capsys, silu_llama, relu_llama, text_file, prompts):
-    fit = prompts.parent / "fit"
+def test_a_fit_is_a_draft_of_its_original(capsys, short, text_file, prompts):
+    (silu_llama, relu_llama), fit = short, prompts.parent / "fit"
     convert(silu_llama, fit, data=[str(text_file)], **QUICK)
     done = evaluate(fit, reference=silu_llama, prompts=prompts)
     assert done.acceptance == done.answers.same_top > 0
@@ -248,8 +256,9 @@ def test_the_verdict_is_of_tasks_if_there_are_enough(silu_llama, relu_llama, tmp
     assert "of 500 together" in fewer.verdict.because
 
 
-def test_the_source_is_the_reference(silu_llama, tmp_path, monkeypatch, prompts):
-    convert(silu_llama, tmp_path / "relu")
+def test_the_source_is_the_reference(short, tmp_path, monkeypatch, prompts):
+    silu_llama, relu_llama = short
+    shutil.copytree(relu_llama, tmp_path / "relu")
     said = []
     alone = evaluate(tmp_path / "relu", prompts=prompts, note=said.append)
     assert (alone.reference, alone.answers, alone.verdict) == (None, None, None)
