@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compiled import EVERY_CASE
 from exact_pairs import like_a_fit
 from scheduled import all_of, assert_nothing_is_held
 
@@ -17,6 +18,7 @@ from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
 from twellctl.errors import TwellError
 
+BOTH = (False, True)  # whether rounds are read late
 late_or_not = pytest.mark.usefixtures("reads_late")
 PAGE_BYTES = 2 * 64 * 2 * (8 + 8) * 4  # of two layers, two heads of 8, float32
 SAMPLINGS = {
@@ -28,6 +30,8 @@ SAMPLINGS = {
     "penalised": Sampling(16, 0.7, seed=6, repetition_penalty=1.2, frequency_penalty=0.5),
     "biased": Sampling(16, 0, presence_penalty=0.4, logit_bias=((7, 2.0), (9, -100.0))),
 }
+FEWER = [("greedy", 2), ("penalised", 3)]  # with how many drafts
+CASES = [*FEWER, *((kind, MOST_DRAFTS) for kind in SAMPLINGS)]
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +65,12 @@ def of_the_original(pair, prompts):
     )
 
 
-@late_or_not
 @pytest.mark.parametrize(
-    ("kind", "drafts"),
-    [("greedy", 2), ("penalised", 3), *((kind, MOST_DRAFTS) for kind in SAMPLINGS)],
+    ("kind", "drafts", "reads_late"),
+    [(*case, late) for case in CASES for late in BOTH if EVERY_CASE or late or case in FEWER],
+    indirect=["reads_late"],
 )
+@late_or_not
 def test_tokens_are_those_of_the_model_alone(pair, prompts, of_the_original, kind, drafts):
     """With all that they come with, to the last bit."""
     (model, draft), prompts, known = pair, prompts[:3], of_the_original(kind)
@@ -110,8 +115,12 @@ def test_long_prompts_are_read_in_the_same_chunks(pair, monkeypatch):
     assert told(open_scheduler(model, draft=draft, drafts=Drafts(5)), prompts, sampling) == known
 
 
+@pytest.mark.parametrize(
+    ("drafts", "reads_late"),
+    [(drafts, late) for drafts in (0, 3) for late in BOTH if EVERY_CASE or drafts or late],
+    indirect=["reads_late"],
+)
 @late_or_not
-@pytest.mark.parametrize("drafts", [0, 3])
 def test_what_was_evicted_goes_on_with_the_same_bits(pair, prompts, drafts):
     model, draft = pair
     sampling = Sampling(70, 0.8, seed=1, top_logprobs=3)
