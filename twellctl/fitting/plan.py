@@ -219,10 +219,12 @@ def measured(device: torch.device, rounds: bool) -> Rates:
     """Those of `device`, by a moment of work; with rounding if a fit `rounds`."""
     size, half = PROBE[device.type], torch.bfloat16 if device.type == "cuda" else torch.float32
     rates = Rates(_rate(device, half, size), _rate(device, torch.float32, size))
-    if not rounds:
-        return rates
-    rounding = RoundingRates.measured(device, lambda run: _seconds(run, device.type == "cuda"))
-    return replace(rates, rounding=rounding)
+    return replace(rates, rounding=_rounding_rates(device)) if rounds else rates
+
+
+@cache
+def _rounding_rates(device: torch.device) -> RoundingRates:
+    return RoundingRates.measured(device, lambda run: _seconds(run, device.type == "cuda"))
 
 
 @cache
