@@ -153,7 +153,7 @@ def test_the_server_has_the_fit_alone_beside(fits, silu_llama, answers):
     with running(served, log=lines.append) as client:
         assert [model.id for model in client.models.list()] == ["code", "x", "code-fast", "x-fast"]
         for prompt in PROMPTS:
-            how = {"max_tokens": 40, "temperature": 0}
+            how = {"max_tokens": 16, "temperature": 0}
             known = answers(prompt, **how), alone.generate(prompt, **how).text()
             assert known[0] != known[1]
             messages = [{"role": "user", "content": prompt}]
