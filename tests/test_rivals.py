@@ -148,3 +148,16 @@ def test_the_page_has_it_and_names_a_broken_file(tmp_path, refusal, broken):
     del content[broken]
     (tmp_path / "exact.json").write_text(json.dumps(content))
     assert f"a figure is missing or broken (KeyError('{broken}'))" in refusal("report", tmp_path)
+
+
+def test_a_run_that_only_rounded_has_one_row_for_its_model(tmp_path):
+    fit_of(tmp_path, "relu", 200.0, keeps=True)
+    found = in_json(evaluation(model="made/relu"))
+    table = rivals_of(tmp_path, {"eval.json": found}, [answered()])
+    names = [row[0] for row in table.rows]
+    assert [name for name in names if "fast" in name] == []
+    assert len(names) == 4  # 16, 8 and 4 bits, exact
+    row = next(row for row in table.rows if "4 bits" in row[0])
+    kept = cells(table, "tasks kept")[names.index(row[0])]
+    assert kept not in (UNKNOWN, "")
+    assert cells(table, "set-up")[names.index(row[0])] == "3 min 20 s"

@@ -57,9 +57,12 @@ def rivals_of(
         if bench["command"] == "bench decode":
             _add_steps(rows, bench, own)
     _add_fits(rows, fits, own_fit, evaluations)
+    is_rounded = own is not None and _is_original(fits.get(short_name(own["model"])))
     if own:
-        _add_evaluation(rows[FAST], own)
+        _add_evaluation(rows[BITS4 if is_rounded else FAST], own)
     rows[BITS16].set_up, rows[BITS16].kept, rows[BITS16].same = "none", "100%", "yes"
+    if is_rounded:  # this model is the original in 4 bits
+        del rows[FAST]
     return _table(rows, benches)
 
 
@@ -87,7 +90,7 @@ def _row_of(
     rows: list[Rival], fit: dict[str, Any] | None, own_fit: dict[str, Any] | None
 ) -> Rival | None:
     """That of a fit by itself; None of another one than this model."""
-    if fit and _is_original(fit):
+    if _is_original(fit):
         return rows[BITS4]
     return rows[FAST] if fit is None or own_fit in (None, fit) else None
 
@@ -160,9 +163,9 @@ def _add_fits(
                 _add_evaluation(row, evaluation)
 
 
-def _is_original(fit: dict[str, Any]) -> bool:
-    """Whether a fit only rounded, and so is the original in 4 bits."""
-    return fit["settings"]["keep_activation"]
+def _is_original(fit: dict[str, Any] | None) -> bool:
+    """Whether there is a fit that only rounded, and so is the original in 4 bits."""
+    return fit is not None and fit["settings"]["keep_activation"]
 
 
 def _took(fit: dict[str, Any]) -> str:
