@@ -240,6 +240,16 @@ def test_an_odd_name_can_be_copied_and_the_density_of_an_evaluation_is_shown(sil
     assert "`twellctl export 'my \"own\" model' OUT`" in text
 
 
+def test_a_model_whose_neurons_all_fire_has_no_density_in_its_card(tmp_path):
+    twell = {"source": "owner/original", "source_act": "silu"}
+    config = {"model_type": "llama", "hidden_act": "silu", "twell": twell}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    judged = {"text": {"score": {"cross_entropy": 2.5}, "density": 1.0}}
+    write_card(tmp_path, "rounded", tmp_path, evaluation=judged)
+    read = ModelCard.load(tmp_path / "README.md").data.eval_results
+    assert [(one.metric_type, one.metric_value) for one in read] == [("cross-entropy", 2.5)]
+
+
 NO_GAIN = "Being sparse makes no step of it faster there."
 
 

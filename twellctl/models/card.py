@@ -129,7 +129,10 @@ def write_card(folder: Path, name: str, source: Path, **measured: Any) -> None:
     base = config["twell"].get("source")
     scheme = scheme_of(config)
     metrics = [] if scheme and scheme.by_export else _metrics(figures)
-    tags, relation = (SPARSE, "finetune") if _is_sparse(config) else ([], "quantized")
+    tags, relation = SPARSE, "finetune"
+    if not _is_sparse(config):  # then all neurons fire, which is no figure
+        tags, relation = [], "quantized"
+        metrics = [metric for metric in metrics if metric.kind != "density"]
     card = _CARD.format(
         front=front_matter(name, base, relation, source, tags, metrics),
         name=name,
