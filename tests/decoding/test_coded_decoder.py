@@ -25,6 +25,7 @@ from twellctl.decoding.opening import (
     open_schedulers,
     why_no_gain,
 )
+from twellctl.decoding.prompts import Prompts
 from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.torch_decoder import TorchDecoder
 
@@ -34,11 +35,11 @@ WIDE |= {"attention_bias": True}
 WIDE |= {"max_position_embeddings": 256, "num_key_value_heads": 2}
 KINDS = {"relu": ("llama", "relu"), "silu": ("llama", "silu"), "fused": ("phi3", "relu")}
 CACHE = {"cache_bytes": 1 << 20}
-PROMPTS = ([9], [*range(20, 90)])
+PROMPTS = ([9], [*range(20, 80)])  # whose answers go on in the next page
 
 
 class Played(CodedDecoder):
-    """Its step in one kernel is the model's own forward, over the codes."""
+    """Its step in one kernel is a prompt of one token, which is not filled up."""
 
     def attach(self, cache):
         super().attach(cache)
@@ -46,7 +47,8 @@ class Played(CodedDecoder):
 
         def step(tokens, positions, tables, wanted):
             self.wanted.add(wanted)
-            logits, fired = self._prompts.run(tokens, positions, tables, 1)
+            prompt = Prompts.of(tokens, positions, tables, 1, self.device)
+            logits, fired = self._prompts._run(prompt)
             counts = fired[..., 0] if len(fired) else torch.zeros(len(self._coded), 1).int()
             return logits[0].float(), counts
 
