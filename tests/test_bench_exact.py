@@ -166,3 +166,34 @@ def test_answers_that_are_too_short(fit, prompts, silu_llama, monkeypatch):
     monkeypatch.setattr(module, "LEAST_TIMED", 100)
     with pytest.raises(TwellError, match="no 1 answer together had 100 tokens to time in every"):
         bench(fit, prompts, silu_llama, limit=1)
+
+
+def test_answers_that_waited_for_a_graph_do_not_count(monkeypatch):
+    """The first pass and the second capture one each here, the third none."""
+    monkeypatch.setattr(module, "answered", lambda *given: next(passes))
+    graphs, said = [0], []
+
+    def each_pass():
+        for number in (1, 2, 2, 2):
+            for _ in range(2):  # prompts
+                graphs[0] = number
+                said.append(number)
+                yield [[5] * 9], 100.0 * len(said)
+
+    passes = each_pass()
+    run = module._Run(ExactSettings(**TINY), [[3], [4]], lambda text: None)
+    found = run._measured("original", _Quiet(graphs), 1, 9)
+    assert found.rates == (500.0, 600.0)
+    assert said == [1, 1, 2, 2, 2, 2]
+
+
+class _Quiet:
+    """A scheduler as far as `_Run` knows one."""
+
+    def __init__(self, graphs: list[int]):
+        self._graphs = graphs
+        self.tally = type("Tally", (), {"drafted": Drafted()})
+
+    @property
+    def num_graphs(self) -> int:
+        return self._graphs[0]

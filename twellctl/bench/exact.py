@@ -3,7 +3,8 @@
 The same prompts are answered by the original alone, by its fit alone, and by the original with
 drafts, in the engine of serve-local. Both models are loaded once. One engine is open at a time.
 Each answers all prompts twice, and the second time counts: CUDA graphs are captured by then, and
-the engine knows how many drafts pay.
+the engine knows how many drafts pay. Where it had to capture another one after all, all prompts are
+answered once more.
 """
 
 import time
@@ -44,6 +45,7 @@ from twellctl.text.reading import read_prompts
 COUNTS = (1, 3, 5, 7)  # of drafts, of the forms in which each round has as many
 LOOKUP = 1  # among an engine's drafters; the fit is the first
 LEAST_TIMED = 8  # tokens of a group of answers
+MOST_TIMED = 3  # times that all prompts are answered, until none waits for a graph
 
 
 def bench_exact(
@@ -120,8 +122,11 @@ class _Run:
 
     def _measured(self, name: str, scheduler: Scheduler, batch: int, weights: int) -> ExactForm:
         list(self._answers(scheduler, batch))
-        before = scheduler.tally.drafted.copy()
-        groups, rates = zip(*self._answers(scheduler, batch), strict=True)
+        for _ in range(MOST_TIMED):
+            before, captured = scheduler.tally.drafted.copy(), scheduler.num_graphs
+            groups, rates = zip(*self._answers(scheduler, batch), strict=True)
+            if scheduler.num_graphs == captured:
+                break
         answers = [ids for group in groups for ids in group]
         self._known = self._known or answers
         differing = sum(a != b for a, b in zip(answers, self._known, strict=True))

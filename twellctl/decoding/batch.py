@@ -70,6 +70,7 @@ class Batch:
         self._grown: list[int] = []
         self._runs: dict[tuple[int, int, Variant, Wanted, Drafts], Callable[[], None]] = {}
         self._captures = self._on_gpu and decoder.capturable
+        self.num_graphs = 0  # captured so far
         self._uncaptured: set[Variant] = set()  # those that were tried in vain
         self._graph_memory = torch.cuda.graph_pool_handle() if self._captures else None
         self.on_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -270,6 +271,7 @@ class Batch:
             if not isinstance(error, torch.OutOfMemoryError):  # that may be another time
                 self._uncaptured.add(variant)
             return run
+        self.num_graphs += 1
         return graph.replay
 
     def _rehearse(self, run: Callable[[], None]) -> None:

@@ -63,6 +63,11 @@ class Scheduler:
         self._settled = False  # the rows are ready for a round that was put off
 
     @property
+    def num_graphs(self) -> int:
+        """CUDA graphs of rounds that were captured so far, each where its first round waited."""
+        return self._batch.num_graphs
+
+    @property
     def busy(self) -> bool:
         return bool(self.admission.all or self._under_way)
 
