@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.scheduler import Scheduler
+from twellctl.errors import TwellError
 from twellctl.evaluation.subject import Subject
 from twellctl.here.gpu_memory import free_unused
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
@@ -124,4 +125,7 @@ class Engine(NamedTuple):
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except TwellError as error:
+        sys.exit(f"error: {error}")

@@ -90,7 +90,7 @@ def embed_norm(kernels, tokens, table, weight, eps, counts=None, *, scale) -> tu
     if counts is not None:
         counts.zero_()
     x = F.embedding(tokens, table) * scale
-    return x, norm(x, weight, eps)
+    return x, x if weight is None else norm(x, weight, eps)
 
 
 def heads_of(heads, layer, qkv, positions, rotary) -> list[Tensor]:

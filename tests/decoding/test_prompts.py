@@ -7,7 +7,7 @@ from attached import attached
 from played_kernels import SIZES, Kernels, stand_in
 
 from twellctl.decoding.kernel_decoder import KernelDecoder
-from twellctl.decoding.prompt_graphs import SIZES as FILLED_UP_TO
+from twellctl.decoding.prompt_graphs import sizes_of
 from twellctl.decoding.prompts import Prompts
 from twellctl.decoding.torch_decoder import padded
 
@@ -43,8 +43,8 @@ def test_a_prompt_that_is_filled_up_says_what_it_says(tiny, family):
                 decoder.run(*padded([(text[:first], 0, pages)]), last=0)
             given = padded([(text[first:], first, pages)])
             if filled_up:
-                assert passes._graphs.takes(*given[:2], 1)
-                found.append(passes._graphs.run(*given))
+                assert sizes_of(given[1], 1) is not None
+                found.append(passes.run(*given, 1))
             else:
                 found.append(passes._run(Prompts.of(*given, 1, CPU)))
             keys = [layer.attend.keys[pages].clone() for layer in decoder._layers]
@@ -54,16 +54,16 @@ def test_a_prompt_that_is_filled_up_says_what_it_says(tiny, family):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@torch.inference_mode()
-def test_what_is_filled_up(tiny):
-    decoder = attached(KernelDecoder(tiny(**SIZES, max_position_embeddings=8192)), 100)
-    takes = decoder._prompts._graphs.takes
+def test_what_is_filled_up():
     pages = [*range(1, 90)]
-    short, long = padded([(drawn(512), 0, pages)]), padded([(drawn(513), 0, pages)])
-    assert max(FILLED_UP_TO) == 512
-    assert takes(*short[:2], 1)
-    assert not takes(*short[:2], 0)
-    assert not takes(*long[:2], 1)
-    assert not takes(*padded([(drawn(9), 4090, pages)])[:2], 1)
-    assert takes(*padded([(drawn(6), 4090, pages)])[:2], 1)
-    assert not takes(*padded([(drawn(9), 0, pages), (drawn(9), 0, pages)])[:2], 1)
+
+    def sizes(*parts: tuple[list[int], int], last: int = 1) -> tuple[int, int] | None:
+        return sizes_of(padded([(tokens, first, pages) for tokens, first in parts])[1], last)
+
+    assert sizes((drawn(512), 0)) == (512, 16)
+    assert sizes((drawn(512), 0), last=0) is None
+    assert sizes((drawn(513), 0)) is None
+    assert sizes((drawn(1), 0)) == (64, 16)
+    assert sizes((drawn(6), 4090)) == (64, 64)
+    assert sizes((drawn(9), 4090)) is None
+    assert sizes((drawn(9), 0), (drawn(9), 0)) is None

@@ -210,12 +210,9 @@ class KernelDecoder:
         plan = self._attend_plan(B, Q, W)
         counts = torch.empty(len(self._layers), B * Q, dtype=torch.int32, device=self.device)
         norms = [layer.norms.attention for layer in self._layers] + [self._last_norm]
-        first = norms[0] if norms[0] is not None else self._last_norm
         eps = self._scales.eps
-        given = (self.kernels, tokens, self._embeddings, first, eps, counts)
+        given = (self.kernels, tokens, self._embeddings, norms[0], eps, counts)
         x, h = embed_norm(*given, scale=self._scales.embeddings)
-        if norms[0] is None:
-            h = x
         for i, layer in enumerate(self._layers):
             qkv = self._linear(h, layer.qkv, ahead=ways[i].own)
             if layer.q_k_norms is not None:

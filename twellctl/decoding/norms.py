@@ -64,14 +64,14 @@ def embed_norm(
     kernels: KernelSet,
     tokens: Tensor,
     table: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     counts: Tensor | None = None,
     *,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Rows of `table` `[V, K]` by int32 `tokens` `[B]`, times `scale`, and their RMSNorm; both
-    `[B, K]`.
+    `[B, K]`. Without a `weight` the rows themselves.
 
     It begins a step: int32 `counts` are set to 0. Tokens are not checked.
     """
@@ -85,7 +85,7 @@ def embed_norm(
             "tokens": tokens,
             "table": table,
             "scale": scale,
-            "weight": weight,
+            "weight": table[0] if weight is None else weight,  # of what nobody uses
             "eps": eps,
             "K": K,
             "counts": counts,
@@ -94,7 +94,7 @@ def embed_norm(
             "y": y,
         },
     )
-    return x, y
+    return x, x if weight is None else y
 
 
 def added(

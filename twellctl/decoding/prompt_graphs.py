@@ -35,18 +35,14 @@ class PromptGraphs:
         self._memory = torch.cuda.graph_pool_handle() if self._captures else None
         self._known: dict[tuple[int, int], _Sized] = {}
 
-    def takes(self, tokens: Tensor, positions: Tensor, last: int) -> bool:
-        """Whether what `Decoder.run` takes, on the host, is one short prompt."""
-        return len(tokens) == last == 1 and _sizes_of(positions) is not None
-
-    def run(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Decoder.run`."""
-        sizes, is_token = _sizes_of(positions), positions[0] >= 0
-        assert sizes is not None
+    def run(
+        self, sizes: tuple[int, int], tokens: Tensor, positions: Tensor, tables: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `Decoder.run`, of inputs on the host, which are filled up to `sizes`."""
         if (known := self._known.get(sizes)) is None:
             known = self._known[sizes] = _Sized(PromptInputs(*sizes, self._device))
-        table = tables[0, : pages_for(int(positions[0, -1]) + 1)]
-        known.inputs.load(tokens[0, is_token], positions[0, is_token], table)
+        is_token = positions[0] >= 0
+        known.inputs.load(tokens[0, is_token], positions[0, is_token], tables[0, : sizes[1]])
         if known.graph is not None:
             known.graph.replay()
             logits, fired = known.found
@@ -80,8 +76,11 @@ class _Sized:
         self.found: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
 
-def _sizes_of(positions: Tensor) -> tuple[int, int] | None:
-    """Tokens and pages that one prompt is filled up to; None: it is too long."""
+def sizes_of(positions: Tensor, last: int) -> tuple[int, int] | None:
+    """Tokens and pages that a prompt is filled up to; None of several prompts, of longer ones, and
+    where other tokens than one get logits. `positions` `[B, Q]` on the host."""
+    if not len(positions) == last == 1:
+        return None
     num, pages = int((positions >= 0).sum()), pages_for(int(positions[0, -1]) + 1)
     size = next((size for size in SIZES if size >= num), None)
     width = next((width for width in WIDTHS if width >= pages), None)

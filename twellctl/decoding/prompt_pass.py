@@ -26,7 +26,7 @@ from twellctl.decoding.families import norm_weight, scales_of
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.kernel_fit import head_dim
 from twellctl.decoding.norms import added, embed_norm, normalise_q_and_k
-from twellctl.decoding.prompt_graphs import PromptGraphs
+from twellctl.decoding.prompt_graphs import PromptGraphs, sizes_of
 from twellctl.decoding.prompts import Prompts
 from twellctl.decoding.run_attention import attend_runs
 from twellctl.decoding.whole_step import DecoderLayer
@@ -64,8 +64,8 @@ class PromptPass:
     ) -> tuple[Tensor, Tensor]:
         """As `Decoder.run` (decoder.py). Inputs on the device are waited for."""
         tokens, positions, tables = (part.cpu() for part in (tokens, positions, tables))
-        if self._graphs.takes(tokens, positions, last):
-            return self._graphs.run(tokens, positions, tables)
+        if (sizes := sizes_of(positions, last)) is not None:
+            return self._graphs.run(sizes, tokens, positions, tables)
         return self._run(Prompts.of(tokens, positions, tables, last, self._embeddings.device))
 
     def _run(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
@@ -87,11 +87,8 @@ class PromptPass:
     def _states(self, prompts: Prompts) -> Tensor:
         """Behind all layers, normalised, `[T, K]`."""
         norms = [layer.norms.attention for _, layer, *_ in self._layers] + [self._last_norm]
-        first = norms[0] if norms[0] is not None else self._last_norm
-        given = self._kernels, prompts.tokens, self._embeddings, first, self._scales.eps
+        given = self._kernels, prompts.tokens, self._embeddings, norms[0], self._scales.eps
         x, h = embed_norm(*given, scale=self._scales.embeddings)
-        if norms[0] is None:
-            h = x
         angles = _Angles(prompts.positions)
         for (module, layer, qkv, rotary), norm in zip(self._layers, norms[1:], strict=True):
             y = self._attended(qkv(h), prompts, layer, rotary, angles)

@@ -10,6 +10,7 @@ from torch import Tensor
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.run_attention import Runs
+from twellctl.decoding.transfers import pinned, to_device
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,3 @@ class PromptInputs:
         runs = Runs(self._queries, self._keys, lengths, size, width * PAGE)
         tables = table.expand(size, width)
         return Prompts(tokens, positions, tables, table.long(), self._wanted, runs)
-
-
-def to_device(device: torch.device, part: Tensor) -> Tensor:
-    """Without a wait of the host."""
-    return pinned(device, part).to(device, non_blocking=True)
-
-
-def pinned(device: torch.device, part: Tensor) -> Tensor:
-    return part.pin_memory() if device.type == "cuda" else part

@@ -26,6 +26,7 @@ from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.paged_cache import LayerShape, PagedCache, cache_argument, cached_shapes
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.run_attention import Runs, attending, why_not_attend_runs
+from twellctl.decoding.transfers import to_device
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.defaults import LONGEST, context_of
 
@@ -157,7 +158,8 @@ class TorchDecoder:
         last: int,
     ) -> tuple[Tensor, Tensor]:
         B = len(tokens)
-        tokens, positions, tables = self._there(tokens, positions.long(), tables.long())
+        given = tokens, positions.long(), tables.long()
+        tokens, positions, tables = (to_device(self.device, part) for part in given)
         rows = _Rows(self._cache, _pages_of(positions, tables), positions, tables)
         with counts.counted(B, last):
             logits = self._logits(tokens, rows, last, attention_mask=self._masks(rows))
@@ -182,8 +184,9 @@ class TorchDecoder:
             queries = F.pad(counts.cumsum(0), (1, 0)).int()
             most_queries = int(counts.max())
             wanted = (queries[1:, None] - last + torch.arange(last)).flatten()
-        given = self._there(tokens, positions, pages, queries, keys, lengths)
-        tokens, positions, pages, queries, keys, lengths = given
+        given = tokens, positions, pages, queries, keys, lengths
+        there = (to_device(self.device, part) for part in given)
+        tokens, positions, pages, queries, keys, lengths = there
         runs = Runs(queries, keys, lengths, most_queries, tables.shape[1] * PAGE)
         with attending(self._config, runs):
             logits = self._logits(tokens, _Rows(self._cache, pages, positions, None), wanted)
@@ -198,12 +201,6 @@ class TorchDecoder:
             self._model.base_model(input_ids=tokens.long(), **how)
             return torch.empty((len(tokens), 0, self.vocab_size), device=self.device)
         return self._model(input_ids=tokens.long(), logits_to_keep=wanted, **how).logits
-
-    def _there(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """On the device, without a wait of the host."""
-        if self.device.type == "cuda":
-            tensors = tuple(part if part.is_cuda else part.pin_memory() for part in tensors)
-        return tuple(part.to(self.device, non_blocking=True) for part in tensors)
 
     def _masks(self, rows: "_Rows") -> Tensor | dict[str, Tensor]:
         """One mask, or one for each kind of layer where the config names several kinds."""
