@@ -31,7 +31,7 @@ step four "$four" "${twellctl[@]}" convert "$model" "$four" --data "$answers" --
 step exact "$out/exact.json" "${twellctl[@]}" bench exact "${draft[@]}" --prompts "$prompts" --limit 1000 \
   --new-tokens "$new_tokens" --json "$out/exact.json" --device "$device"
 step picture "$out/picture.json" "$python" "$here/picture.py" record "$model" "$four" "$prompts" "$out/picture.json" \
-  --tokens "$new_tokens" --device "$device" --commit "$(git -C "$here" rev-parse --short HEAD 2>/dev/null)"
+  --tokens "$new_tokens" --device "$device" --commit "${COMMIT:-$(git -C "$here" rev-parse --short HEAD)}"
 step known "$out/known.json" "$python" "$here/exact_answers.py" known "$model" "$prompts" "$out/known.json" \
   --new-tokens "$new_tokens" --device "$device"
 step check "" "$python" "$here/exact_answers.py" check "$model" "$four" "$prompts" "$out/known.json" \
