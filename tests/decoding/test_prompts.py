@@ -1,5 +1,7 @@
-"""Passes over prompts, with plain PyTorch in the place of kernels: short ones are filled up, which
+"""Passes over prompts, with plain PyTorch in the place of kernels: chunks are filled up, which
 changes nothing."""
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -7,7 +9,8 @@ from attached import attached
 from played_kernels import SIZES, Kernels, stand_in
 
 from twellctl.decoding.kernel_decoder import KernelDecoder
-from twellctl.decoding.prompt_graphs import sizes_of
+from twellctl.decoding.prompt_graphs import SIZES as FILLED_UP
+from twellctl.decoding.prompt_graphs import WIDTHS, sizes_of
 from twellctl.decoding.prompts import Prompts
 from twellctl.decoding.torch_decoder import padded
 
@@ -54,16 +57,50 @@ def test_a_prompt_that_is_filled_up_says_what_it_says(tiny, family):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_chunks_and_a_rest_say_what_the_model_says(tiny, family):
+    """Chunks give no logits; a prompt begins a second time over what the first one has left."""
+    model = tiny(family, **SIZES | FAMILIES[family], max_position_embeddings=2560)
+    decoder = attached(KernelDecoder(model), 41)
+    chunk, pages = decoder.prefill_chunk, [*range(40, 0, -1)]
+    for count in (2 * chunk + 52, chunk + 700):
+        text = drawn(count)
+        for first in range(0, count, chunk):
+            part = text[first : first + chunk]
+            last = int(first + chunk >= count)
+            given = padded([(part, first, pages)])
+            assert sizes_of(given[1], last) is not None
+            logits, fired = decoder.run(*given, last=last)
+            assert logits.shape == (1, last, decoder.vocab_size)
+            assert fired.shape == (len(decoder.neurons), 1, last)
+        known = model(torch.tensor([text])).logits[:, -1:]
+        torch.testing.assert_close(logits, known, rtol=1e-4, atol=1e-4)
+
+
 def test_what_is_filled_up():
-    pages = [*range(1, 90)]
+    pages = [*range(1, 200)]
 
-    def sizes(*parts: tuple[list[int], int], last: int = 1) -> tuple[int, int] | None:
-        return sizes_of(padded([(tokens, first, pages) for tokens, first in parts])[1], last)
+    def sizes(*parts: tuple[int, int], last: int = 1) -> tuple[int, int, int] | None:
+        rows = [(drawn(count), first, pages) for count, first in parts]
+        return sizes_of(padded(rows)[1], last)
 
-    assert sizes((drawn(512), 0)) == (512, 16)
-    assert sizes((drawn(512), 0), last=0) is None
-    assert sizes((drawn(513), 0)) is None
-    assert sizes((drawn(1), 0)) == (64, 16)
-    assert sizes((drawn(6), 4090)) == (64, 64)
-    assert sizes((drawn(9), 4090)) is None
-    assert sizes((drawn(9), 0), (drawn(9), 0)) is None
+    assert sizes((1, 0)) == (64, 16, 1)
+    assert sizes((512, 0)) == (512, 16, 1)
+    assert sizes((512, 0), last=0) == (512, 16, 0)
+    assert sizes((513, 0)) == (640, 16, 1)
+    assert sizes((1024, 0), last=0) == (1024, 16, 0)
+    assert sizes((1025, 0)) is None
+    assert sizes((1024, 1024), last=0) == (1024, 64, 0)
+    assert sizes((6, 4090)) == (64, 64, 1)
+    assert sizes((9, 4090)) == (64, 128, 1)
+    assert sizes((9, 8190)) is None
+    assert sizes((9, 0), last=2) is None
+    assert sizes((9, 0), (9, 0)) is None
+
+
+def test_large_prompts_are_filled_up_by_a_quarter_at_most():
+    assert KernelDecoder.prefill_chunk == FILLED_UP[-1]  # a whole chunk by nothing
+    assert list(WIDTHS) == sorted(WIDTHS)
+    large = [size for size in FILLED_UP if size >= 512]
+    assert all(size < more <= 1.25 * size for size, more in pairwise(large))

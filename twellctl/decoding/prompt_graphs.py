@@ -1,12 +1,18 @@
-"""Short prompts, one at a time, as CUDA graphs.
+"""Prompts, one at a time and in chunks, as CUDA graphs.
 
-A device is through with some hundred tokens long before the host has started all of their kernels.
-So a prompt is filled up to one of few sizes, and the second pass of a size is captured. All passes
-of a prompt are filled up alike, captured or not: its bits do not depend on what was read before.
+A device is through with a thousand tokens before the host has started all of their kernels. So a
+chunk is filled up to one of few sizes, and the second pass of a size is captured. All passes are
+filled up alike, captured or not: a prompt's bits do not depend on what was read before.
+
+Beyond 512 tokens a large model keeps its device as busy as the host, and what fills up costs time:
+sizes lie close there. Of a wider table than is needed more pages are copied, which is little beside
+the rest; attention reads no more keys. Behind 8,192 positions attention keeps the device as busy
+as the host: nothing is filled up there.
 """
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +20,19 @@ from torch import Tensor
 from twellctl.decoding.capture import captured
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.prompts import PromptInputs, Prompts
+from twellctl.decoding.torch_decoder import PREFILL_CHUNK
 
 logger = logging.getLogger(__name__)
-SIZES = (64, 256, 512)  # tokens
-WIDTHS = (16, 64)  # pages
+SIZES = (64, 256, *range(512, PREFILL_CHUNK + 1, 128))  # tokens
+WIDTHS = (16, 64, 128)  # pages
+
+
+class Sizes(NamedTuple):
+    """Tokens and pages that a prompt is filled up to; `last` of the tokens, 0 or 1, get logits."""
+
+    tokens: int
+    pages: int
+    last: int
 
 
 class PromptGraphs:
@@ -33,16 +48,16 @@ class PromptGraphs:
         self._run, self._device = run, device
         self._captures = captures and device.type == "cuda"
         self._memory = torch.cuda.graph_pool_handle() if self._captures else None
-        self._known: dict[tuple[int, int], _Sized] = {}
+        self._known: dict[Sizes, _Sized] = {}
 
     def run(
-        self, sizes: tuple[int, int], tokens: Tensor, positions: Tensor, tables: Tensor
+        self, sizes: Sizes, tokens: Tensor, positions: Tensor, tables: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `Decoder.run`, of inputs on the host, which are filled up to `sizes`."""
         if (known := self._known.get(sizes)) is None:
             known = self._known[sizes] = _Sized(PromptInputs(*sizes, self._device))
         is_token = positions[0] >= 0
-        known.inputs.load(tokens[0, is_token], positions[0, is_token], tables[0, : sizes[1]])
+        known.inputs.load(tokens[0, is_token], positions[0, is_token], tables[0, : sizes.pages])
         if known.graph is not None:
             known.graph.replay()
             logits, fired = known.found
@@ -76,12 +91,12 @@ class _Sized:
         self.found: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
 
-def sizes_of(positions: Tensor, last: int) -> tuple[int, int] | None:
-    """Tokens and pages that a prompt is filled up to; None of several prompts, of longer ones, and
-    where other tokens than one get logits. `positions` `[B, Q]` on the host."""
-    if not len(positions) == last == 1:
+def sizes_of(positions: Tensor, last: int) -> Sizes | None:
+    """What a prompt is filled up to; None of several prompts, of longer ones, and where several
+    tokens get logits. `positions` `[B, Q]` on the host."""
+    if len(positions) > 1 or last > 1:
         return None
     num, pages = int((positions >= 0).sum()), pages_for(int(positions[0, -1]) + 1)
     size = next((size for size in SIZES if size >= num), None)
     width = next((width for width in WIDTHS if width >= pages), None)
-    return None if size is None or width is None else (size, width)
+    return None if size is None or width is None else Sizes(size, width, last)

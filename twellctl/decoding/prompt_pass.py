@@ -8,7 +8,7 @@ than a GPU needs for a prompt of two thousand tokens. Here a layer takes half as
     q, k, v -> store_keys -> flash attention over what is cached of each row -> o, onto x
     rms_norm -> the FFN, onto x
 
-Several prompts lie behind one another; a short one alone is a CUDA graph (prompt_graphs.py).
+Several prompts lie behind one another; a chunk of one alone is a CUDA graph (prompt_graphs.py).
 """
 
 from collections.abc import Callable, Sequence

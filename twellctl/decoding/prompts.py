@@ -67,14 +67,15 @@ class Prompts:
 
 
 class PromptInputs:
-    """Where one prompt of up to `size` tokens and `width` pages lies, filled up on the left."""
+    """Where one prompt of up to `size` tokens and `width` pages lies, filled up on the left; its
+    `last` tokens get logits."""
 
-    def __init__(self, size: int, width: int, device: torch.device):
+    def __init__(self, size: int, width: int, last: int, device: torch.device):
         self._size, self._width, self._device = size, width, device
         self._there = torch.zeros(2 * size + width + 1, dtype=torch.int32, device=device)
         ends = torch.tensor([[0, size], [0, width * PAGE]], dtype=torch.int32)
         self._queries, self._keys = to_device(device, ends)
-        self._wanted = to_device(device, torch.tensor([size - 1]))
+        self._wanted = to_device(device, torch.arange(size - last, size))
 
     def load(self, tokens: Tensor, positions: Tensor, table: Tensor) -> None:
         """Of a prompt `[n]`, on the host, whose pages are in `table`."""
@@ -89,7 +90,7 @@ class PromptInputs:
 
     @property
     def prompts(self) -> Prompts:
-        """What was loaded; its last token gets logits. Launches, if any, go into a graph."""
+        """What was loaded. Launches, if any, go into a graph."""
         size, width = self._size, self._width
         tokens, positions, table, lengths = self._there.split((size, size, width, 1))
         runs = Runs(self._queries, self._keys, lengths, size, width * PAGE)

@@ -7,8 +7,7 @@ others, as a row's next token or as one of several to verify. Of the kernels in 
 dense products of up to `STABLE_ROWS` tokens, whose builds add up slabs of the same size in the same
 order; for attention once its splits depend on positions alone (`attention.plan_alike`); for norms
 and the choice, which take each token by itself. The scheduler reads prompts one at a time, in
-chunks that begin where they always do; short ones are filled up to the same sizes
-(prompt_graphs.py).
+chunks that begin where they always do, and are always filled up alike (prompt_graphs.py).
 """
 
 from transformers import PreTrainedModel
