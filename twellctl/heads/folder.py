@@ -1,0 +1,91 @@
+"""The folder of a draft head: its weights, its sizes, and which model it drafts for."""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twellctl.errors import TwellError, reason, shown
+from twellctl.files.strict_json import json_text, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from twellctl.heads.head import DraftHead
+
+FACTS, WEIGHTS = "draft_head.json", "draft_head.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class HeadFolder:
+    """`name` is what the user called it, `path` where it lies, `facts` what `FACTS` says."""
+
+    name: str
+    path: Path
+    facts: dict[str, Any]
+
+    @property
+    def source(self) -> str | None:
+        """The model that it drafts for: a hub id, or a folder."""
+        return self.facts.get("source")
+
+
+def is_head(folder: Path) -> bool:
+    return (folder / FACTS).is_file()
+
+
+def open_head(name: str, path: Path) -> HeadFolder:
+    """`TwellError` for a folder of another format, or one that is not whole."""
+    facts = read_json(path / FACTS, "train the draft head again")
+    if facts.get("format") != FORMAT or not isinstance(facts.get("sizes"), dict):
+        raise TwellError(
+            f"{name} is a draft head of format {shown(facts.get('format'))}, this version reads "
+            f"{FORMAT}: train it again"
+        )
+    if not (path / WEIGHTS).is_file():
+        raise TwellError(f"{name} has no {WEIGHTS}: copy it again")
+    return HeadFolder(name, path, facts)
+
+
+def save_head(
+    head: "DraftHead", model: "PreTrainedModel", folder: Path, facts: dict[str, Any]
+) -> None:
+    """Write to `folder`, which is there, what `load_head` reads; `model` is whom it drafts for."""
+    import torch
+    from safetensors.torch import save_file
+
+    floats = {
+        name: part.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, part in head.named_parameters()
+    }
+    save_file(floats | {"tokens": head.tokens.int().cpu()}, folder / WEIGHTS)
+    known = {"format": FORMAT, "sizes": dataclasses.asdict(head.sizes), "norm": norm_of(model)}
+    (folder / FACTS).write_text(json_text(known | facts))
+
+
+def load_head(folder: HeadFolder, model: "PreTrainedModel", original: str) -> "DraftHead":
+    """On the device of `model`, which it drafts for and which the user calls `original`, in its
+    dtype. `TwellError` for one that was trained for another model, and for weights that do not
+    fit."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from twellctl.heads.head import DraftHead, HeadSizes
+
+    if folder.facts.get("norm") != norm_of(model):
+        raise TwellError(f"{folder.name} was trained for another model than {original}")
+    try:
+        head = DraftHead(HeadSizes(**folder.facts["sizes"]))
+        head.load_state_dict(load_file(folder.path / WEIGHTS))
+    except (TypeError, RuntimeError, OSError, SafetensorError) as error:
+        said = reason(error)
+        raise TwellError(f"{folder.name} cannot be loaded ({said}): train it again") from error
+    return head.requires_grad_(False).eval().to(model.device, model.dtype)
+
+
+def norm_of(model: "PreTrainedModel") -> str:
+    """A digest of the weight of the last norm, by which a model is known."""
+    weight = model.base_model.norm.weight.detach().float().cpu()
+    return hashlib.sha256(weight.numpy().tobytes()).hexdigest()
