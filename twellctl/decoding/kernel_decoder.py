@@ -119,6 +119,7 @@ class KernelDecoder:
         self._density = _mean_density(self._model) if sparse else 0.0
         self._scales = scales_of(model)
         self._attend_plans: dict[tuple[int, int, int], attention.AttendPlan] = {}
+        self._states: Tensor | None = None
 
     def attach(self, cache: PagedCache) -> None:
         cache.check(self.shapes, by_tokens=False)
@@ -150,6 +151,12 @@ class KernelDecoder:
         )
         self.whole_steps = self._make_whole_steps()
         self.plan = self._make_plan()
+
+    def keep_states(self, most: int) -> Tensor:
+        """As head_drafter.py has it; called before a pass is captured."""
+        size = most, self._embeddings.shape[1]
+        self._states = torch.zeros(size, dtype=self._embeddings.dtype, device=self.device)
+        return self._states
 
     def widths(self, max_pages: int) -> list[int]:
         return [*(width for width in _WIDTHS if width < max_pages), max_pages]
@@ -236,6 +243,9 @@ class KernelDecoder:
 
     def _logits(self, h: Tensor) -> Tensor:
         """Of the model, of normalised states."""
+        if self._states is not None:
+            told = h[: len(self._states)]
+            self._states[: len(told)] = told
         at_once = self._fit.at_once
         logits = wide_logits(self.kernels, self._limits, h, self._head, at_once)
         return self._scales.of_model(logits)

@@ -13,6 +13,7 @@ from twellctl.decoding.decode_engine import DecodeEngine
 from twellctl.decoding.decoder import Decoder
 from twellctl.decoding.drafting import ModelDrafter
 from twellctl.decoding.engine import WHOLE
+from twellctl.decoding.head_drafter import HeadDrafter
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.lone_decoder import LoneDecoder
 from twellctl.decoding.lookup import LookupDrafter
@@ -23,6 +24,7 @@ from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.stable import why_not_stable
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.errors import TwellError
+from twellctl.heads.head import DraftHead
 from twellctl.models.loading import gpu_memory
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ def open_schedulers(
     gates: str = WHOLE,
     decoder: Decoder | None = None,
     stable: bool = False,
-    draft: PreTrainedModel | None = None,
+    draft: PreTrainedModel | DraftHead | None = None,
     drafts: Drafts | None = None,
     draft_alone: bool = False,
 ) -> list[Scheduler]:
@@ -84,14 +86,17 @@ def open_schedulers(
     `open_decoder` would choose. `stable`: tokens do not depend on who is beside (stable.py).
     Layers of a model that was loaded packed are expanded, unless the decoder takes codes alone.
 
-    `draft`: a model with the attention of `model`, a fit of it, that drafts (drafting.py); the
+    `draft`: a model with the attention of `model`, a fit of it, that drafts (drafting.py), or a
+    draft head of it (head_drafter.py); the
     tokens are those of `model`, stably. What the text repeats is drafted, too (lookup.py).
     `drafts`: those of each round, None: what pays. `draft_alone`: a second scheduler continues
-    sequences of `draft`, by the same decoder and in the same cache. `TwellError` for models that no
-    decoder can drive so.
+    sequences of a `draft` that is a model, by the same decoder and in the same cache. `TwellError`
+    for models that no decoder can drive so.
     """
     decoders: list[Decoder] = [] if decoder is None else [decoder]
-    if draft is not None:
+    if isinstance(draft, DraftHead):
+        decoders = [_open_for_head(model)]
+    elif draft is not None:
         decoders = open_pair(model, draft, gates)
     elif not decoders:
         alone = max_running == 1
@@ -103,15 +108,17 @@ def open_schedulers(
         # the drafter first: it may lay the head anew, which both share
         for each in (*others, decoder):
             each.attach(cache)
-    drafters: list[Drafter] = [*map(ModelDrafter, others)]
-    if drafters:
-        drafters.append(LookupDrafter(max_running, decoder.context, decoder.device))
+        drafters: list[Drafter] = [*map(ModelDrafter, others)]
+        if isinstance(draft, DraftHead):
+            drafters.append(_head_drafter(draft, model, decoder, cache))
+        if drafters:
+            drafters.append(LookupDrafter(max_running, decoder.context, decoder.device))
     on_gpu = decoder.device.type == "cuda"
     pool, stream = PagePool(pages), torch.cuda.Stream(decoder.device) if on_gpu else None
     ends = list(extra_eos)
     how = pool, max_running, eos_tokens(model, ends)
     made = [Scheduler(decoder, *how, drafters, drafts, stream)]
-    if draft is not None and draft_alone:
+    if isinstance(draft, PreTrainedModel) and draft_alone:
         how = pool, max_running, eos_tokens(draft, ends)
         made += [Scheduler(other, *how, stream=stream) for other in others]
     return made
@@ -144,6 +151,21 @@ def open_pair(model: PreTrainedModel, draft: PreTrainedModel, gates: str = WHOLE
     return found
 
 
+def _open_for_head(model: PreTrainedModel) -> Decoder:
+    """A stable decoder of `model` that tells its states. `TwellError` if there is none."""
+    kind, why = _choose(model, stable=True)
+    if kind is LoneDecoder:
+        raise TwellError(f"exact answers need a cache in pages: {why}")
+    return open_decoder(model, stable=True)
+
+
+def _head_drafter(
+    head: DraftHead, model: PreTrainedModel, decoder: Decoder, cache: PagedCache
+) -> HeadDrafter:
+    assert isinstance(decoder, KernelDecoder | TorchDecoder)  # _open_for_head
+    return HeadDrafter(head, model, decoder, cache)
+
+
 def _open_draft(kind: Any, draft: PreTrainedModel, gates: str) -> Decoder:
     """Beside a decoder of `kind`, whose head it reads."""
     if kind is KernelDecoder and CodedDecoder.why_not(draft) is None:
@@ -156,16 +178,19 @@ def _gates_of(kind: Any, gates: str) -> dict[str, Any]:
     return {"gates": gates} if kind is KernelDecoder else {}
 
 
-def why_no_gain(model: PreTrainedModel, draft: PreTrainedModel) -> str | None:
+def why_no_gain(model: PreTrainedModel, draft: PreTrainedModel | DraftHead) -> str | None:
     """None if drafts may make answers of `model` faster here, else a sentence."""
-    kind, _ = _choose(model, draft, stable=True)
+    models = (model, draft) if isinstance(draft, PreTrainedModel) else (model,)
+    kind, _ = _choose(*models, stable=True)
     if kind is KernelDecoder:
         return None
     return f"drafts gain no speed here: {describe_decoder(model, draft, stable=True)}"
 
 
-def describe_decoder(*models: PreTrainedModel, stable: bool = False) -> str:
-    """In words: the decoder that is taken for `models` together, and why not a better one."""
+def describe_decoder(*drafted: PreTrainedModel | DraftHead, stable: bool = False) -> str:
+    """In words: the decoder that is taken for the models among them together, and why not a better
+    one."""
+    models = [one for one in drafted if isinstance(one, PreTrainedModel)]
     kind, why = _choose(*models, stable=stable)
     slow = SLOW if models[0].device.type == "cuda" else ""
     return DESCRIPTIONS[kind] if why is None else f"{DESCRIPTIONS[kind]}{slow} ({why})"

@@ -108,6 +108,13 @@ class TorchDecoder:
         self._fired = None if consecutive else FiredCounts(model, config.num_hidden_layers)
         self.neurons: Sequence[int] = [] if self._fired is None else self._fired.neurons
         self.mapped = 0 if self._fired is None else self._fired.mapped
+        self._states: Tensor | None = None
+
+    def keep_states(self, most: int) -> Tensor:
+        """As head_drafter.py has it, of a model whose head is a linear layer over its states."""
+        size = most, self._config.hidden_size
+        self._states = torch.zeros(size, dtype=self._model.dtype, device=self.device)
+        return self._states
 
     def attach(self, cache: PagedCache) -> None:
         cache.check(self.shapes, by_tokens=self.consecutive)
@@ -143,9 +150,10 @@ class TorchDecoder:
         for (row, place), width in zip(itertools.product(range(B), range(Q)), pages, strict=True):
             at = slice(row, row + 1), slice(place, place + 1)
             given = tokens[at], positions[at], tables[row : row + 1, :width]
-            found.append(self._run_together(counts, *given, 1) if width else None)
-        first = next(one for one in found if one is not None)
-        nothing = tuple(map(torch.zeros_like, first))
+            first = row * Q + place
+            found.append(self._run_together(counts, *given, 1, first) if width else None)
+        one_found = next(one for one in found if one is not None)
+        nothing = tuple(map(torch.zeros_like, one_found))
         logits, fired = zip(*(one or nothing for one in found), strict=True)
         return torch.cat(logits).view(B, Q, -1), torch.cat(fired, 2).view(len(fired[0]), B, Q)
 
@@ -156,13 +164,19 @@ class TorchDecoder:
         positions: Tensor,
         tables: Tensor,
         last: int,
+        first: int = 0,
     ) -> tuple[Tensor, Tensor]:
+        """`first`: of these tokens, among those of the pass that get logits."""
         B = len(tokens)
         given = tokens, positions.long(), tables.long()
         tokens, positions, tables = (to_device(self.device, part) for part in given)
         rows = _Rows(self._cache, _pages_of(positions, tables), positions, tables)
         with counts.counted(B, last):
-            logits = self._logits(tokens, rows, last, attention_mask=self._masks(rows))
+            how = {"attention_mask": self._masks(rows)}
+            if self._states is not None and last:
+                logits = self._logits_and_states(self._states[first:], tokens, rows, last, **how)
+            else:
+                logits = self._logits(tokens, rows, last, **how)
         return logits, counts.found(B, last, self.device)
 
     def _run_consecutive(
@@ -201,6 +215,16 @@ class TorchDecoder:
             self._model.base_model(input_ids=tokens.long(), **how)
             return torch.empty((len(tokens), 0, self.vocab_size), device=self.device)
         return self._model(input_ids=tokens.long(), logits_to_keep=wanted, **how).logits
+
+    def _logits_and_states(
+        self, states: Tensor, tokens: Tensor, rows: "_Rows", last: int, **how: Any
+    ) -> Tensor:
+        """As `_logits`; the states go to `states` as well."""
+        how |= {self._cache_argument: rows, "position_ids": rows.positions, "use_cache": True}
+        found = self._model.base_model(input_ids=tokens.long(), **how).last_hidden_state[:, -last:]
+        told = found.flatten(0, 1)[: len(states)]
+        states[: len(told)] = told
+        return self._model.get_output_embeddings()(found)
 
     def _masks(self, rows: "_Rows") -> Tensor | dict[str, Tensor]:
         """One mask, or one for each kind of layer where the config names several kinds."""

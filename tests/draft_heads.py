@@ -1,0 +1,57 @@
+"""Draft heads of tiny models, with random weights, and what they should guess."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from twellctl.heads.head import DraftHead, HeadSizes
+
+
+def random_head(model: PreTrainedModel, num_tokens: int | None = None) -> DraftHead:
+    """For a model like Llama; it can guess `num_tokens` of its tokens, None: all."""
+    config = model.config
+    V = num_tokens or config.vocab_size
+    torch.manual_seed(7)
+    head = DraftHead(
+        HeadSizes(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.hidden_size // config.num_attention_heads,
+            V,
+            config.rms_norm_eps,
+        )
+    )
+    head.tokens = torch.randperm(config.vocab_size)[:V].sort().values
+    return head.requires_grad_(False).eval().to(model.device, model.dtype)
+
+
+@torch.inference_mode()
+def guessed(head: DraftHead, model: PreTrainedModel, tokens: list[int], count: int) -> list[int]:
+    """The greedy drafts behind `tokens`, of which the model has read all but the last one, one
+    after the other over transformers' own cache."""
+    device = model.device
+    read = torch.tensor([tokens[:-1]], device=device)
+    found = model.base_model(read, use_cache=True)
+    cached = found.past_key_values.layers[-1]
+    keys, values = (part[0].transpose(0, 1) for part in (cached.keys, cached.values))
+    state, token, drafts = found.last_hidden_state[0, -1], tokens[-1], []
+    rows = model.get_output_embeddings().weight[head.tokens]
+    for position in range(len(tokens) - 1, len(tokens) - 1 + count):
+        where = torch.tensor([[position]], device=device)
+        cos, sin = (part[0, 0] for part in model.base_model.rotary_emb(state, where))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            nonlocal keys, values
+            keys, values = torch.cat((keys, k[None])), torch.cat((values, v[None]))
+            shared = q.shape[0] // k.shape[0]
+            wide = [part.repeat_interleave(shared, 1) for part in (keys, values)]
+            scores = torch.einsum("hd,phd->hp", q, wide[0]) / q.shape[-1] ** 0.5
+            return torch.einsum("hp,phd->hd", scores.softmax(-1), wide[1])
+
+        embedded = model.get_input_embeddings().weight[token]
+        state = head(embedded, state, (cos, sin), attend)
+        token = int(head.tokens[(rows @ state).argmax()])
+        drafts.append(token)
+    return drafts
