@@ -118,5 +118,5 @@ def test_what_lies_behind_a_row_in_the_cache_is_nobodys(model, prompts, drafted)
 
 
 def test_a_model_without_pages_takes_no_head(tiny):
-    with pytest.raises(TwellError, match=r"exact answers need a cache in pages: .* keeps more than"):
+    with pytest.raises(TwellError, match="exact answers need a cache in pages"):
         open_scheduler(tiny("falcon_h1", hidden_act="silu"), draft=random_head(tiny()))

@@ -51,16 +51,17 @@ from twellctl.bundle.twell_model import (
 from twellctl.bundle.twell_rounded_linear import weight_of
 from twellctl.bundle.twell_spec import PAGE
 from twellctl.bundle.twell_ways import Problem, Way
-from twellctl.bundle.twell_weights import Weight
 from twellctl.decoding import attention, kernel_fit
 from twellctl.decoding.decoder import Wanted, buckets
 from twellctl.decoding.engine import SCREENED, WHOLE
 from twellctl.decoding.families import norm_weight, scales_of
-from twellctl.decoding.few_ways import DENSE, few_ways, linear, wide_logits, with_activation
+from twellctl.decoding.few_ways import DENSE, few_ways, wide_logits, with_activation
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.int4_layers import int4_layers, takes_int4
+from twellctl.decoding.kernel_head import KernelHead
 from twellctl.decoding.kernel_layers import decoder_layer, own_copy, pad_rows, rotary_of_layers
-from twellctl.decoding.norms import added, embed_norm, normalise_q_and_k
+from twellctl.decoding.layer_pass import LayerPass
+from twellctl.decoding.norms import embed_norm
 from twellctl.decoding.paged_cache import LayerShape, PagedCache
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.prompt_pass import PromptPass
@@ -76,6 +77,7 @@ from twellctl.decoding.whole_step import (
     forms_of_step,
     takes_mapped,
 )
+from twellctl.heads.head import DraftHead
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.defaults import LONGEST, context_of
 from twellctl.models.linear_map import own_neurons
@@ -158,6 +160,20 @@ class KernelDecoder:
         self._states = torch.zeros(size, dtype=self._embeddings.dtype, device=self.device)
         return self._states
 
+    def open_head(self, head: DraftHead) -> KernelHead:
+        """For passes of `head` over what the last layer caches."""
+
+        def over(positions: Tensor, tables: Tensor) -> LayerPass:
+            tables = self._of_a_width(tables)
+            plan = self._attend_plan(1, 1, tables.shape[1])
+            given = self.kernels, self._limits, plan, positions, tables
+            return LayerPass(*given, self._rotary[-1], self._workspace, head.sizes.eps)
+
+        last = self._layers[-1].attend
+        return KernelHead(
+            head, self.kernels, self._limits, self._embeddings, self._head.values, last, over
+        )
+
     def widths(self, max_pages: int) -> list[int]:
         return [*(width for width in _WIDTHS if width < max_pages), max_pages]
 
@@ -220,25 +236,11 @@ class KernelDecoder:
         eps = self._scales.eps
         given = (self.kernels, tokens, self._embeddings, norms[0], eps, counts)
         x, h = embed_norm(*given, scale=self._scales.embeddings)
+        over = partial(LayerPass, self.kernels, self._limits, plan, positions, tables)
         for i, layer in enumerate(self._layers):
-            qkv = self._linear(h, layer.qkv, ahead=ways[i].own)
-            if layer.q_k_norms is not None:
-                normalise_q_and_k(self.kernels, qkv, *layer.q_k_norms, self._scales.eps)
-            h = attention.attend(
-                self.kernels,
-                plan,
-                layer.attend,
-                qkv,
-                positions,
-                tables,
-                self._rotary[i],
-                self._workspace,
-            )
-            out = partial(self._linear, h, layer.out)
-            x, h = added(self.kernels, x, out, layer.norms.after_attention, layer.norms.ffn, eps)
-            how = {"counts": counts[i] if self._sparse else None, "overlap": True}
-            run = partial(ways[i].run, self.kernels, self._limits, h, layer.ffn, **how)
-            x, h = added(self.kernels, x, run, layer.norms.after_ffn, norms[i + 1], eps)
+            through = over(self._rotary[i], self._workspace, eps)
+            of_layer = counts[i] if self._sparse else None
+            x, h = through(layer, ways[i], x, h, norms[i + 1], of_layer)
         return self._logits(h), counts
 
     def _logits(self, h: Tensor) -> Tensor:
@@ -331,13 +333,6 @@ class KernelDecoder:
         if self._may_take_int4:  # whose gate is its own screen
             return False
         return takes_mapped(self._fit.sizes, self._own_neurons, "screened", self._limits)
-
-    def _linear(
-        self, x: Tensor, weight: Weight, residual: Tensor | None = None, *, ahead: bool = False
-    ) -> Tensor:
-        return linear(
-            self.kernels, self._limits, x, weight, residual=residual, ahead=ahead, overlap=True
-        )
 
     def _attend_plan(self, B: int, Q: int, width: int) -> attention.AttendPlan:
         if (B, Q, width) not in self._attend_plans:

@@ -110,7 +110,7 @@ def open_schedulers(
             each.attach(cache)
         drafters: list[Drafter] = [*map(ModelDrafter, others)]
         if isinstance(draft, DraftHead):
-            drafters.append(_head_drafter(draft, model, decoder, cache))
+            drafters.append(_head_drafter(draft, decoder))
         if drafters:
             drafters.append(LookupDrafter(max_running, decoder.context, decoder.device))
     on_gpu = decoder.device.type == "cuda"
@@ -159,11 +159,9 @@ def _open_for_head(model: PreTrainedModel) -> Decoder:
     return open_decoder(model, stable=True)
 
 
-def _head_drafter(
-    head: DraftHead, model: PreTrainedModel, decoder: Decoder, cache: PagedCache
-) -> HeadDrafter:
+def _head_drafter(head: DraftHead, decoder: Decoder) -> HeadDrafter:
     assert isinstance(decoder, KernelDecoder | TorchDecoder)  # _open_for_head
-    return HeadDrafter(head, model, decoder, cache)
+    return HeadDrafter(head, decoder)
 
 
 def _open_draft(kind: Any, draft: PreTrainedModel, gates: str) -> Decoder:

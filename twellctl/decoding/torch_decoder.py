@@ -26,7 +26,9 @@ from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.paged_cache import LayerShape, PagedCache, cache_argument, cached_shapes
 from twellctl.decoding.pages import pages_for
 from twellctl.decoding.run_attention import Runs, attending, why_not_attend_runs
+from twellctl.decoding.torch_head import TorchHead
 from twellctl.decoding.transfers import to_device
+from twellctl.heads.head import DraftHead
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.defaults import LONGEST, context_of
 
@@ -115,6 +117,10 @@ class TorchDecoder:
         size = most, self._config.hidden_size
         self._states = torch.zeros(size, dtype=self._model.dtype, device=self.device)
         return self._states
+
+    def open_head(self, head: DraftHead) -> TorchHead:
+        """For passes of `head` over what the last layer caches."""
+        return TorchHead(head, self._model, self._cache, self.context)
 
     def attach(self, cache: PagedCache) -> None:
         cache.check(self.shapes, by_tokens=self.consecutive)
