@@ -18,9 +18,11 @@ def random_head(model: PreTrainedModel, num_tokens: int | None = None) -> DraftH
             config.intermediate_size,
             config.num_attention_heads,
             config.num_key_value_heads,
-            config.hidden_size // config.num_attention_heads,
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             V,
             config.rms_norm_eps,
+            qkv_bias=model.model.layers[-1].self_attn.q_proj.bias is not None,
+            q_k_norms=hasattr(model.model.layers[-1].self_attn, "q_norm"),
         )
     )
     head.tokens = torch.randperm(config.vocab_size)[:V].sort().values

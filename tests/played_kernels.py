@@ -19,6 +19,8 @@ from twellctl.decoding import (
     few_ways,
     kernel_decoder,
     kernel_fit,
+    kernel_head,
+    layer_pass,
     norms,
     prompt_pass,
 )
@@ -31,7 +33,16 @@ from twellctl.decoding.step_end import Record, StepEnd, _of_each_token
 H200 = Limits(132, 227 << 10, (9, 0))
 SIZES = {"hidden_size": 64, "head_dim": 64}
 TWELL = {"tile": 256, "slots": [32, 32]}
-PATCHED = (attention, coded_decoder, kernel_decoder, kernel_fit, norms, prompt_pass)
+PATCHED = (
+    attention,
+    coded_decoder,
+    kernel_decoder,
+    kernel_fit,
+    kernel_head,
+    layer_pass,
+    norms,
+    prompt_pass,
+)
 
 
 class Kernels:
@@ -86,7 +97,9 @@ def add_norm(kernels, z, weight_of_z, x, weight, eps) -> tuple[Tensor, Tensor]:
     return x, x if weight is None else norm(x, weight, eps)
 
 
-def embed_norm(kernels, tokens, table, weight, eps, counts=None, *, scale) -> tuple[Tensor, Tensor]:
+def embed_norm(
+    kernels, tokens, table, weight, eps, counts=None, *, scale=1.0
+) -> tuple[Tensor, Tensor]:
     if counts is not None:
         counts.zero_()
     x = F.embedding(tokens, table) * scale

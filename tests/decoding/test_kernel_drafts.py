@@ -1,15 +1,19 @@
 """Stable decoding and drafts over kernels with plain PyTorch in their place, on a CPU."""
 
 import pytest
+from draft_heads import random_head
 from exact_pairs import like_a_fit
 from greedy import run_all
 from played_kernels import SIZES, Kernels, stand_in
 
 from twellctl.decoding.engine import Sampling
+from twellctl.decoding.head_drafter import HeadDrafter
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import describe_decoder, open_scheduler
 from twellctl.decoding.rounds import Drafts
+from twellctl.decoding.sampler import Field
 from twellctl.decoding.stable import STABLE_ROWS, why_not_stable
+from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.models.quantised import round_model
 from twellctl.models.schemes import SCHEMES
 
@@ -45,6 +49,32 @@ def test_a_fit_drafts_for_its_original(
     assert 0 < scheduler.tally.drafted.num_kept < scheduler.tally.drafted.num_read
     for layer, other in zip(model.model.layers, fit.model.layers, strict=True):
         assert layer.self_attn.o_proj.weight is other.self_attn.o_proj.weight
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_draft_head_guesses_the_same_over_kernels(tiny, generated, prompts, monkeypatch, family):
+    """As in plain PyTorch, which has no cache of the head; the tokens are the model's."""
+    model = tiny(family, **SIZES, intermediate_size=128, hidden_act="silu")
+    head = random_head(model, 300)
+    known = [generated(model, prompt, 12) for prompt in prompts]
+    drafts: dict[type, list] = {}
+    draft = HeadDrafter.draft
+
+    def drafting(self, fields, tables, count, *how):
+        found = draft(self, fields, tables, count, *how)
+        room = int(fields[Field.LIMIT, 0] - fields[Field.POSITION, 0])
+        drafts.setdefault(kind, []).append(found[0, :room].tolist())
+        return found
+
+    monkeypatch.setattr(HeadDrafter, "draft", drafting)
+    for kind in (TorchDecoder, KernelDecoder):
+        if kind is KernelDecoder:
+            monkeypatch.setattr(KernelDecoder, "why_not", staticmethod(lambda model: None))
+        scheduler = open_scheduler(model, draft=head, drafts=Drafts(5))
+        assert type(scheduler.decoder) is kind
+        for prompt, tokens in zip(prompts, known, strict=True):
+            assert run_all(scheduler, [prompt], Sampling(12, 0))[0] == [tokens]
+    assert drafts[KernelDecoder] == drafts[TorchDecoder]
 
 
 @pytest.mark.parametrize(("num_rows", "num_drafts"), [(3, 7), (5, 3), (16, 1), (17, 0)])
