@@ -1,4 +1,4 @@
-"""Draft heads on a GPU: over our kernels they guess what plain PyTorch does; tokens stay the model's."""
+"""Draft heads on a GPU: they guess over our kernels what PyTorch does, and tokens stay the model's."""
 
 import pytest
 import torch

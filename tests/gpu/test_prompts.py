@@ -34,11 +34,15 @@ def coded() -> CodedDecoder:
 
 def opened(kind: str) -> KernelDecoder | CodedDecoder:
     if kind == "codes":
-        return attached(coded(), 24)
-    family, _, form = kind.partition(", ")
-    settings = FAMILIES[family] | ({"hidden_act": "silu"} if form == "silu" else {})
-    model = make(family, settings)
-    return attached(KernelDecoder(model, sparse=form != "dense", stable=form == "silu"), 24)
+        decoder = coded()
+    else:
+        family, _, form = kind.partition(", ")
+        settings = FAMILIES[family] | ({"hidden_act": "silu"} if form == "silu" else {})
+        how = {"sparse": form != "dense", "stable": form == "silu"}
+        decoder = KernelDecoder(make(family, settings), **how)
+    decoder = attached(decoder, 24)
+    torch.cuda.synchronize()  # tests run it on another stream
+    return decoder
 
 
 KINDS = ["codes", "llama, sparse", "llama, dense", "qwen3, silu", "mistral, silu", "gemma2, dense"]
