@@ -1,4 +1,4 @@
-"""Draft heads on a GPU: they guess over our kernels what PyTorch does, and tokens stay the model's."""
+"""Draft heads on a GPU: over kernels they guess what they do in PyTorch; tokens are the model's."""
 
 import pytest
 import torch
