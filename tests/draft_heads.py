@@ -1,5 +1,7 @@
 """Draft heads of tiny models, with random weights, and what they should guess."""
 
+import copy
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,7 +28,7 @@ def random_head(model: PreTrainedModel, num_tokens: int | None = None) -> DraftH
         )
     )
     head.tokens = torch.randperm(config.vocab_size)[:V].sort().values
-    return head.requires_grad_(False).eval().to(model.device, model.dtype)
+    return head.requires_grad_(False).eval().to(model.dtype)
 
 
 @torch.inference_mode()
@@ -34,6 +36,7 @@ def guessed(head: DraftHead, model: PreTrainedModel, tokens: list[int], count: i
     """The greedy drafts behind `tokens`, of which the model has read all but the last one, one
     after the other over transformers' own cache."""
     device = model.device
+    head = copy.deepcopy(head).to(device)
     read = torch.tensor([tokens[:-1]], device=device)
     found = model.base_model(read, use_cache=True)
     cached = found.past_key_values.layers[-1]

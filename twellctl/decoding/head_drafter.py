@@ -64,7 +64,7 @@ class HeadDrafter:
 
     def __init__(self, head: DraftHead, decoder: HeadDecoder):
         device = decoder.device
-        self._tokens = head.tokens
+        self._tokens = head.tokens.to(device)
         self._guess = decoder.open_head(head)
         self._states = decoder.keep_states(_MOST_READ)
         # the positions of the tokens that these are of

@@ -1,19 +1,23 @@
 """A draft head (heads/head.py) over our own kernels, for steps of one row.
 
 It is one more layer over the pages of the model's last one. What it caches there for a draft is
-written over by the model's pass, which reads the draft.
+written over by the model's pass, which reads the draft. Its weights are rounded to e4m3, where
+sizes allow, since a draft needs no more and takes the time that they are read in.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twellctl.bundle.twell_few import few_linear
+from twellctl.bundle.twell_e4m3 import round_weight
+from twellctl.bundle.twell_few import few_dense_kernels, few_linear
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_plan import Limits
-from twellctl.bundle.twell_weights import FFN, Weight, joined, lay_together, plain_weight
+from twellctl.bundle.twell_spec import KINDS
+from twellctl.bundle.twell_weights import FFN, Weight, plain_weight
 from twellctl.decoding.attention import AttendLayer, head_width
 from twellctl.decoding.families import Norms
 from twellctl.decoding.few_ways import linear, with_activation
@@ -44,10 +48,15 @@ class KernelHead:
     ):
         self._kernels, self._limits, self._over = kernels, limits, over
         self._eps, self._embeddings = head.sizes.eps, embeddings
-        self._rows = plain_weight(rows[head.tokens])
-        self._norm_embedding, self._norm_state = head.norm_embedding.weight, head.norm_state.weight
-        self._join, self._norm = _weight(head.join), head.norm.weight
+        self._rows = _weight(rows[head.tokens.to(rows.device)])
+        on = partial(torch.Tensor.to, device=rows.device)
+        norms = head.norm_embedding, head.norm_state, head.norm
+        self._norm_embedding, self._norm_state, self._norm = (on(of.weight) for of in norms)
+        self._join = _weight(on(head.join.weight))
         self._layer = _layer_of(head, last)
+        kinds = {of.kind for of in (self._rows, self._join, self._layer.qkv, self._layer.ffn)}
+        for kind in kinds:
+            kernels.prepare(few_dense_kernels(limits, kind))
 
     def begin(self, tables: Tensor, position: Tensor, count: int) -> None:
         self._tables = tables
@@ -67,22 +76,35 @@ class KernelHead:
 
 
 def _layer_of(head: DraftHead, last: AttendLayer) -> DecoderLayer:
-    rest = 0, head_width(head.sizes.D) - head.sizes.D
+    on, rest = (
+        partial(torch.Tensor.to, device=last.keys.device),
+        (0, head_width(head.sizes.D) - head.sizes.D),
+    )
     of_q, of_k = (getattr(norm, "weight", None) for norm in (head.q_norm, head.k_norm))
     attend = AttendLayer(
         last.keys,
         last.values,
         head.sizes.D**-0.5,
-        q_norm=None if of_q is None else F.pad(of_q, rest),
-        k_norm=None if of_k is None else F.pad(of_k, rest),
+        q_norm=None if of_q is None else F.pad(on(of_q), rest),
+        k_norm=None if of_k is None else F.pad(on(of_k), rest),
         eps=head.sizes.eps,
     )
-    norms = Norms(head.norm_attention.weight, None, head.norm_ffn.weight, None)
-    lay_together(head.q, head.k, head.v)
-    qkv = joined(*map(_weight, (head.q, head.k, head.v)))
-    ffn = FFN(*map(_weight, (head.gate, head.up, head.down)))
-    return DecoderLayer(norms, qkv, attend, _weight(head.out), ffn)
+    norms = Norms(on(head.norm_attention.weight), None, on(head.norm_ffn.weight), None)
+    q_k_v = head.q, head.k, head.v
+    biases = [on(of.bias) for of in q_k_v if of.bias is not None]
+    qkv = _weight(on(torch.cat([of.weight for of in q_k_v])), torch.cat(biases) if biases else None)
+    out = _weight(on(head.out.weight), None if head.out.bias is None else on(head.out.bias))
+    # of one kind: down has other inputs
+    make = _weight if _may_round(head.sizes.K) and _may_round(head.sizes.N) else plain_weight
+    ffn = FFN(*(make(on(of.weight)) for of in (head.gate, head.up, head.down)))
+    return DecoderLayer(norms, qkv, attend, out, ffn)
 
 
-def _weight(linear: nn.Linear) -> Weight:
-    return plain_weight(linear.weight, linear.bias)
+def _weight(values: Tensor, bias: Tensor | None = None) -> Weight:
+    if not _may_round(values.shape[1]):
+        return plain_weight(values, bias)
+    return Weight("e4m3", *round_weight(values), bias)
+
+
+def _may_round(K: int) -> bool:
+    return K % KINDS["e4m3"].step == 0

@@ -4,6 +4,7 @@ What is cached below a row's position is gathered once a round. The head's own k
 behind that, and nothing of it is cached.
 """
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -22,9 +23,9 @@ class TorchHead:
     """A `HeadPass` (head_drafter.py) of a head of `model`, for positions below `context`."""
 
     def __init__(self, head: DraftHead, model: PreTrainedModel, cache: PagedCache, context: int):
-        self._head = head
+        self._head = copy.deepcopy(head).to(model.device)
         self._embeddings = model.get_input_embeddings().weight.detach()
-        self._rows = model.get_output_embeddings().weight.detach()[head.tokens]
+        self._rows = model.get_output_embeddings().weight.detach()[self._head.tokens]
         D = head.sizes.D
         self._keys, self._values = cache.keys[-1][..., :D], cache.values[-1][..., :D]
         reach = min(context, cache.num_pages * PAGE)

@@ -66,9 +66,9 @@ def save_head(
 
 
 def load_head(folder: HeadFolder, model: "PreTrainedModel", original: str) -> "DraftHead":
-    """On the device of `model`, which it drafts for and which the user calls `original`, in its
-    dtype. `TwellError` for one that was trained for another model, and for weights that do not
-    fit."""
+    """On the CPU, from where decoders bring what they need to their device, in the dtype of `model`,
+    for which it drafts and which the user calls `original`. `TwellError` for one that was trained
+    for another model, and for weights that do not fit."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -82,7 +82,7 @@ def load_head(folder: HeadFolder, model: "PreTrainedModel", original: str) -> "D
     except (TypeError, RuntimeError, OSError, SafetensorError) as error:
         said = reason(error)
         raise TwellError(f"{folder.name} cannot be loaded ({said}): train it again") from error
-    return head.requires_grad_(False).eval().to(model.device, model.dtype)
+    return head.requires_grad_(False).eval().to(model.dtype)
 
 
 def norm_of(model: "PreTrainedModel") -> str:
