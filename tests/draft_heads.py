@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from twellctl.bundle.twell_e4m3 import round_weight
 from twellctl.heads.head import DraftHead, HeadSizes
 
 
@@ -29,6 +30,24 @@ def random_head(model: PreTrainedModel, num_tokens: int | None = None) -> DraftH
     )
     head.tokens = torch.randperm(config.vocab_size)[:V].sort().values
     return head.requires_grad_(False).eval().to(model.dtype)
+
+
+def rounded(weight: Tensor, *sizes: int) -> Tensor:
+    """As kernels read it, where all `sizes` are multiples of 128."""
+    if any(size % 128 for size in sizes):
+        return weight
+    values, scales = round_weight(weight)
+    return (values.float() * scales).to(weight.dtype)
+
+
+def rounded_head(head: DraftHead) -> DraftHead:
+    """With the weights that kernels read."""
+    head = copy.deepcopy(head)
+    for linear in (head.join, head.q, head.k, head.v, head.out):
+        linear.weight.data = rounded(linear.weight, linear.in_features)
+    for linear in (head.gate, head.up, head.down):
+        linear.weight.data = rounded(linear.weight, head.sizes.K, head.sizes.N)
+    return head
 
 
 @torch.inference_mode()

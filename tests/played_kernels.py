@@ -152,7 +152,10 @@ def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> T
 
 def linear(kernels, limits, x, weight, *, residual=None, **how) -> Tensor:
     assert len(x) <= FEW_TOKENS
-    y = F.linear(x, weight.values, weight.bias)
+    values = weight.values
+    if weight.is_rounded:
+        values = (values.float() * weight.scales).to(x.dtype)
+    y = F.linear(x, values, weight.bias)
     return y if residual is None else residual + y
 
 

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from draft_heads import random_head
+from draft_heads import random_head, rounded, rounded_head
 from greedy import run_all
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from twellctl.bundle.twell_e4m3 import round_weight
 from twellctl.decoding import batch
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
@@ -56,14 +55,6 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [torch.randint(1, 1000, (length,)).tolist() for length in lengths]
 
 
-def rounded(weight: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """As the kernels read it, where all `sizes` are multiples of 128."""
-    if any(size % 128 for size in sizes):
-        return weight
-    values, scales = round_weight(weight)
-    return (values.float() * scales).to(weight.dtype)
-
-
 @torch.inference_mode()
 def test_a_head_over_kernels_is_as_in_pytorch(model):
     """States and logits of four drafts behind prompts, each from what PyTorch made before it."""
@@ -72,13 +63,8 @@ def test_a_head_over_kernels_is_as_in_pytorch(model):
     decoder.attach(cache)
     told, head = decoder.keep_states(16), random_head(model, 500)
     by_kernels = decoder.open_head(head)
-    sizes = head.sizes
-    for linear in (head.join, head.q, head.k, head.v, head.out):
-        linear.weight.data = rounded(linear.weight, linear.in_features)
-    for linear in (head.gate, head.up, head.down):
-        linear.weight.data = rounded(linear.weight, sizes.K, sizes.N)
-    judge = TorchHead(head, model, cache, decoder.context)
-    judge._rows = rounded(judge._rows, sizes.K)
+    judge = TorchHead(rounded_head(head), model, cache, decoder.context)
+    judge._rows = rounded(judge._rows, head.sizes.K)
     for length in (1, 63, 64, 700, 3000):
         (text,) = prompts_of(length)
         pages = torch.randperm(59)[: length // 64 + 2].add(1).tolist()
