@@ -66,9 +66,10 @@ def save_head(
 
 
 def load_head(folder: HeadFolder, model: "PreTrainedModel", original: str) -> "DraftHead":
-    """On the CPU, from where decoders bring what they need to their device; in the dtype of the
-    `model` for which it drafts, which the user calls `original`. `TwellError` for one that was trained for
-    another model, and for weights that do not fit."""
+    """On the CPU, in the dtype of the `model` for which it drafts; the user calls that `original`.
+
+    `TwellError` for one that was trained for another model, and for weights that do not fit.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
