@@ -5,7 +5,7 @@ again, of the same model and text, goes on after the last of them.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,11 @@ from twellctl.models.carried import model_files
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import load_tokenizer
 from twellctl.settings import flag_name
-from twellctl.text.blocks import (
-    apart,
-    in_turn,
-    token_stream,
-    windows_from_starts,
-    write_tokens,
-)
-from twellctl.text.reading import read_texts, text_files
-from twellctl.text.tokens import end_of_text
+from twellctl.text.blocks import write_tokens
+from twellctl.text.reading import text_files
+from twellctl.text.windows import windows_in
 
 TOKENS_FILE, HELD_OUT_FILE = "tokens.bin", "held-out.bin"
-LONGEST_TEXT = 4  # windows in a row of one text, for others to come in
-SPARE = 16  # 1 of so many tokens more is read than is fitted on, for windows lose some
 LEAST_DIFFERENT = 64  # tokens that a text must have
 
 
@@ -68,25 +60,18 @@ def _made_of(checkpoint: Checkpoint, fit: Fit) -> dict[str, Any]:
 
 
 def _write_text(checkpoint: Checkpoint, run: Path, fit: Fit) -> None:
-    """Write windows to fit on and held out ones, of all its text in turn: of other pieces."""
-    tokenizer, L = load_tokenizer(checkpoint), fit.seq_len
-    vocabulary = checkpoint.config.get("vocab_size")
-
-    def stream(path: str) -> Iterator[np.ndarray]:
-        texts = read_texts([path], fit.text_column, tokenizer)
-        return token_stream(texts, tokenizer, vocabulary)
-
-    texts, left = list[np.ndarray](), fit.tokens + fit.tokens // SPARE + windows_held_out(fit) * L
-    for text in in_turn((stream(path) for path in fit.data), LONGEST_TEXT * L):
-        texts.append(text)
-        if (left := left - len(text)) <= 0:
-            break
-    size = sum(map(len, texts))
-    held = windows_held_out(fit, size // L)
-    parts = apart(texts, (held + 1) * L / max(1, size))  # one is not filled
-    sizes, first = (fit.tokens, held * L), end_of_text(tokenizer)
-    for name, part, most in zip((TOKENS_FILE, HELD_OUT_FILE), parts, sizes, strict=True):
-        write_tokens(windows_from_starts(part, L, first), run / name, most)
+    """Write windows to fit on, and held out ones."""
+    parts = windows_in(
+        fit.data,
+        fit.text_column,
+        load_tokenizer(checkpoint),
+        checkpoint.config.get("vocab_size"),
+        fit.seq_len,
+        fit.tokens,
+        partial(windows_held_out, fit),
+    )
+    for name, windows in zip((TOKENS_FILE, HELD_OUT_FILE), parts, strict=True):
+        write_tokens(windows, run / name)
 
 
 def _not_ours(run: Path) -> str | None:
@@ -119,4 +104,4 @@ def windows_of(run: Path, fit: Fit) -> tuple[Tensor, Tensor]:
             f"the text makes {len(fitted)} windows of {fit.seq_len} tokens to fit on, and "
             f"{len(held_out)} to hold out: give more text, or lower --seq-len"
         )
-    return fitted[: max(1, fit.tokens // fit.seq_len)], held_out
+    return fitted, held_out
