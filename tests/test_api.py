@@ -12,7 +12,7 @@ from twellctl.errors import UsageError
 from twellctl.finetune import Interrupted, finetune
 from twellctl.training.recipe import Recipe, recipe_names, resolve_recipe
 
-NAMES = ("convert", "write", "finetune", "profile", "export", "evaluate")
+NAMES = ("convert", "write", "draft", "finetune", "profile", "export", "evaluate")
 BEFORE = (
     "pass",
     "import twellctl.convert, twellctl.finetune; from twellctl.export import export",

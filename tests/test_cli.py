@@ -16,6 +16,7 @@ from twellctl.training.recipe import Recipe
 COMMANDS = (
     "convert",
     "write",
+    "draft",
     "finetune",
     "profile",
     "export",
@@ -232,17 +233,20 @@ def test_a_rank_alone_silences_no_command(success, silu_llama, tmp_path, monkeyp
     [
         ("eval", "--data or --tasks, if only one is given: --tasks *.jsonl"),
         ("convert", "--data: --data *.jsonl"),
+        ("draft", "--data: --data *.jsonl"),
     ],
 )
 def test_help_names_the_flags_that_more_files_are_for(cli, page, command, said):
     assert f"More files for {said} works." in page(cli, command, "-h", width=200)
 
 
-@pytest.mark.parametrize("command", ["convert", "profile", "eval", "bench model", "bench decode"])
+@pytest.mark.parametrize(
+    "command", ["convert", "draft", "profile", "eval", "bench model", "bench decode"]
+)
 def test_several_files_after_data_as_a_shell_expands_them(
     refusal, silu_llama, relu_llama, text_file, tmp_path, command
 ):
-    made = (silu_llama, tmp_path / "out") if command == "convert" else (relu_llama,)
+    made = (silu_llama, tmp_path / "out") if command in ("convert", "draft") else (relu_llama,)
     words = (*command.split(), *made, "-q")
     words += ("--device=cpu",) if "bench" in command else ()
     words += ("--seq-len=64", "--tokens=64") if command == "bench model" else ()

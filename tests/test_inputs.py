@@ -61,6 +61,8 @@ def out(inputs, text_file, tmp_path) -> Path:
         ("export", "RELU", "OUT", "--profile", "OUT/profile.json"),
         ("export", "OUT", "OUT"),
         ("convert", "OUT", "OUT"),
+        ("draft", "RELU", "OUT", "--data", "OUT/text.jsonl"),
+        ("draft", "OUT", "OUT", "--data", "TEXT"),
     ],
     ids=" ".join,
 )

@@ -1,8 +1,8 @@
 """twellctl makes pretrained language models sparse, and fast because they are sparse.
 
-The pipeline as functions: `from twellctl import convert, write, finetune, profile, export,
-evaluate, compare, generate`. Each does what the command of the same name does (`evaluate`: eval),
-and is imported at first use. `load` loads a model once for several prompts.
+The pipeline as functions: `from twellctl import convert, write, draft, finetune, profile,
+export, evaluate, compare, generate`. Each does what the command of the same name does (`evaluate`:
+eval), and is imported at first use. `load` loads a model once for several prompts.
 """
 
 import importlib
@@ -15,6 +15,7 @@ from twellctl.version import __version__ as __version__
 __all__ = [
     "compare",
     "convert",
+    "draft",
     "evaluate",
     "export",
     "finetune",
@@ -28,6 +29,7 @@ _IN = {"load": "generate"}  # the module of a function, where it has another nam
 if TYPE_CHECKING:
     from twellctl.compare import compare
     from twellctl.convert import convert
+    from twellctl.draft import draft
     from twellctl.evaluate import evaluate
     from twellctl.export import export
     from twellctl.finetune import finetune

@@ -53,6 +53,7 @@ command(app, "quickstart --out demo", group=TRY)(make.quickstart)
 command(app, "doctor exported", group=TRY)(use.doctor)
 command(app, "convert owner/model relu --data answers.jsonl", group=MAKE)(make.convert)
 command(app, "write owner/model own.jsonl --prompts prompts.jsonl", group=MAKE)(make.write)
+command(app, "draft owner/model head --data answers.jsonl", group=MAKE)(make.draft)
 command(app, "finetune relu sparse --recipe standard --data train.jsonl", group=MAKE, shown=_OFTEN)(
     make.finetune
 )

@@ -21,6 +21,7 @@ from twellctl.cli.run_report import write_report
 from twellctl.cli.use import Original, TemplateArguments
 from twellctl.errors import TwellError, UsageError
 from twellctl.fitting.settings import Fit
+from twellctl.heads.settings import HeadTraining
 from twellctl.models.schemes import SCHEMES
 from twellctl.screens import make as screen
 from twellctl.screens import ui
@@ -179,6 +180,39 @@ def write(
         **flags,
     )
     screen.written(done)
+
+
+def draft(
+    *,
+    model: Model,
+    out: Out,
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    flags: Annotated[dict, HeadTraining],
+) -> None:
+    """Train a draft head: one layer that guesses what MODEL writes next.
+
+    Exact decoding keeps the guesses that MODEL would have written itself. The head learns from text
+    that MODEL reads, best its own answers, and MODEL is not changed. At the end it says what of its
+    drafts MODEL would keep, on text that was held out.
+
+    It takes one GPU, or the CPU. A training that was interrupted leaves nothing, and begins anew.
+    """
+    be_quiet_unless_first()
+    ui.doing("loading PyTorch and transformers")
+    from twellctl.draft import draft as run
+
+    stage = ui.Stage()
+    done = run(
+        model,
+        out,
+        revision=revision,
+        overwrite=overwrite,
+        doing=stage.begin,
+        progress=partial(screen.drafting, stage),
+        **flags,
+    )
+    screen.drafted(done)
 
 
 def finetune(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twellctl.errors import TwellError, reason, shown
+from twellctl.files.outputs import NOT_OURS
 from twellctl.files.strict_json import json_text, read_json
 
 if TYPE_CHECKING:
@@ -34,6 +35,14 @@ class HeadFolder:
 
 def is_head(folder: Path) -> bool:
     return (folder / FACTS).is_file()
+
+
+def not_ours_in_head(folder: Path) -> str | None:
+    """What twellctl did not write: the head in `folder`, or more than a head; None: nothing."""
+    if not is_head(folder):
+        return NOT_OURS
+    others = sorted({path.name for path in folder.iterdir()} - {FACTS, WEIGHTS})
+    return f"holds {others[0]}, which was not written by twellctl" if others else None
 
 
 def open_head(name: str, path: Path) -> HeadFolder:
@@ -87,6 +96,6 @@ def load_head(folder: HeadFolder, model: "PreTrainedModel", original: str) -> "D
 
 
 def norm_of(model: "PreTrainedModel") -> str:
-    """A digest of the weight of the last norm, by which a model is known."""
-    weight = model.base_model.norm.weight.detach().float().cpu()
+    """A digest of the weight of the last norm, by which a model is known, whatever dtype it has."""
+    weight = model.base_model.norm.weight.detach().bfloat16().float().cpu()
     return hashlib.sha256(weight.numpy().tobytes()).hexdigest()

@@ -1,4 +1,5 @@
-"""What commands that make a model say: convert, write, finetune, export, quickstart. No torch."""
+"""What commands that make a model say: convert, write, draft, finetune, export, quickstart.
+No torch."""
 
 import dataclasses
 from pathlib import Path
@@ -132,6 +133,24 @@ def written(done: Any) -> None:
     )
     step = f"profile {ui.word(done.by)}" if done.is_relu else f"convert {ui.word(done.by)} RELU"
     ui.say(f"next: twellctl {step} --data {ui.word(done.out)}")
+
+
+def drafting(stage: ui.Stage, done: int, total: int, loss: float, left: float | None) -> None:
+    """How far the training of a draft head has come, after each step."""
+    stage.report(f"step {done} of {total}, loss {loss:.3f}", left)
+
+
+def drafted(done: Any) -> None:
+    """A draft head (a `Drafted`), and what its model would keep of its drafts."""
+    ui.say(
+        f"{done.out}: {done.num_parameters / 1e6:.1f} million parameters, guesses "
+        f"{counted(done.vocabulary, 'token')}, trained on {counted(done.tokens, 'token')}, "
+        f"read {counted(done.passes, 'time')}, in {ui.duration(done.seconds)}"
+    )
+    depths = zip(done.kept.by_depth, done.kept.tokens_a_pass, strict=True)
+    rows = [[str(n), f"{kept:.1%}", f"{given:.2f}"] for n, (kept, given) in enumerate(depths, 1)]
+    title = f"on {counted(done.kept.tokens, 'token')} of held-out text"
+    ui.table(title, ["draft", "kept, those before it kept", "tokens a pass, with so many"], rows)
 
 
 def finetuned(result: Any) -> None:
