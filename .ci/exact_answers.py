@@ -5,7 +5,8 @@
 
 `known` lets the original answer with `--stable`, 16 prompts at a time: greedily, and the first ones
 drawn at 0.8, too. `check`, which is another process, lets it answer with the draft: one prompt at a
-time, and with four others beside. It exits with 1 if a token differs.
+time, and with four others beside. It exits with 1 if a token differs. DRAFT is a fit's folder, or
+a draft head's.
 """
 
 import json
@@ -24,9 +25,9 @@ from twellctl.decoding.scheduler import Scheduler
 from twellctl.errors import TwellError
 from twellctl.evaluation.subject import Subject
 from twellctl.here.gpu_memory import free_unused
+from twellctl.models.answerer import load_models, open_answerer
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import load_model, load_tokenizer
-from twellctl.models.originals import load_pair
 from twellctl.text.reading import read_prompts
 
 TOGETHER, BESIDE = 16, 5
@@ -62,12 +63,12 @@ def known(
 @app.command()
 def check(original: str, draft: str, prompts: Given, known: Given, device: str = "cuda") -> None:
     """Whether exact answers are those of `known`."""
-    checkpoints = open_checkpoint(original), open_checkpoint(draft)
-    model, drafting = load_pair(*checkpoints, torch.device(device))
+    answerer = open_answerer(draft, exact=True, original=original)
+    model, drafting = load_models(answerer, torch.device(device))
     saved = json.loads(known.read_text())
 
     def num_differing(together: int) -> int:
-        engine = Engine.of(checkpoints[0], model, max_running=together, draft=drafting)
+        engine = Engine.of(answerer.answering, model, max_running=together, draft=drafting)
         encoded, differing = engine.encoded(prompts), 0
         for name, wanted in saved["answers"].items():
             how = sampling(name, saved["new_tokens"])

@@ -3,8 +3,9 @@
     python .ci/picture.py record ORIGINAL DRAFT PROMPTS.jsonl OUT.json
     python .ci/picture.py draw OUT.json PICTURE.svg --kind edit
 
-`record` needs the GPU that it times, with `--device cpu` none, to try it. Rows of PROMPTS are as
-for `twellctl bench exact`, and have a `kind`. `draw` needs matplotlib, for its colours.
+DRAFT is a fit's folder, or a draft head's. Rows of PROMPTS are as for `twellctl bench exact`, and
+have a `kind`. `record` needs the GPU that it times, with `--device cpu` none, to try it. `draw`
+needs matplotlib, for its colours.
 """
 
 import json
@@ -28,9 +29,8 @@ from twellctl.errors import TwellError, shown
 from twellctl.evaluation.subject import Subject
 from twellctl.files.strict_json import read_json
 from twellctl.here.gpu_memory import free_unused
-from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.answerer import Answerer, load_models, open_answerer
 from twellctl.models.loading import load_tokenizer
-from twellctl.models.originals import find_original, load_pair
 from twellctl.models.schemes import INT4
 from twellctl.text.files import checked, read_rows
 from twellctl.text.rows import row_prompt
@@ -51,18 +51,19 @@ def record(
 ) -> None:
     """Let each engine answer the prompts, greedily, one at a time, and write what came when."""
     on = bench_device(device)
-    of_fit = open_checkpoint(draft)
-    of_original = find_original(of_fit, original=original)
+    answerer = open_answerer(draft, exact=True, original=original)
+    checkpoint = answerer.checkpoint
     asked = _read(prompts)
-    model, fit = load_pair(of_original, of_fit, on)
-    subject = Subject(of_fit, load_tokenizer(of_fit), fit)
+    model, drafting = load_models(answerer, on)
+    subject = Subject(checkpoint, load_tokenizer(checkpoint), model)
     encoded = [subject.encoded(messages) for _, messages in asked]
     engines = {
         STABLE: {"model": model, "stable": True},
         ORIGINAL: {"model": model},
-        EXACT: {"model": model, "draft": fit},
-        FIT: {"model": fit},  # the last: its decoder may expand it
+        EXACT: {"model": model, "draft": drafting},
     }
+    if answerer.head is None:
+        engines[FIT] = {"model": drafting}  # the last: its decoder may expand it
     answers = {name: _answers(subject, how, encoded, tokens) for name, how in engines.items()}
     rows = []
     for number, (kind, messages) in enumerate(asked):
@@ -77,12 +78,19 @@ def record(
         "versions": facts["versions"],
         "commit": commit or _git_commit(),
         "date": datetime.now(UTC).date().isoformat(),
-        "original": Path(of_original.name).name,
-        "draft": Path(of_fit.name).name,
-        "draft_bits": 4 if of_fit.scheme is INT4 else 16,
+        "original": Path(answerer.answering.name).name,
+        "draft": Path(answerer.named.name).name,
+        "drafted": _drafted(answerer),
         "prompts": rows,
     }
     out.write_text(json.dumps(found) + "\n")
+
+
+def _drafted(answerer: Answerer) -> str:
+    """By what, in words."""
+    if answerer.head is not None:
+        return "drafted by its draft head"
+    return f"drafted in {4 if answerer.checkpoint.scheme is INT4 else 16} bits"
 
 
 def _read(prompts: Path) -> list[tuple[str, Messages]]:

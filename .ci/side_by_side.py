@@ -26,7 +26,7 @@ def drawn(found: dict[str, Any], kind: str) -> str:
     original, exact = (row["forms"][name] for name in (ORIGINAL, EXACT))
     moment, differs = exact["tokens"][-1]["ms"], _differs(row)
     second = MARGIN + COLUMN + GAP
-    drafted = f"the original, drafted in {found['draft_bits']} bits (--exact)"
+    drafted = f"the original, {found['drafted']} (--exact)"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '

@@ -93,7 +93,8 @@ def test_the_command_shows_its_figures_and_writes_them(success, fit, prompts, si
     out, err = success(*words, "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["command"] == "bench exact"
-    assert found["models"] == {"fit": str(fit), "original": str(silu_llama)}
+    assert found["models"] == {"draft": str(fit), "original": str(silu_llama)}
+    assert not found["is_head"]
     assert found["settings"]["new_tokens"] == 12
     (point,) = found["points"]
     for name, form in point["forms"].items():

@@ -18,6 +18,7 @@ from twellctl.decoding.rounds import Drafts
 from twellctl.errors import TwellError, UsageError
 from twellctl.export import export
 from twellctl.generate import generate, load
+from twellctl.models.answerer import open_answerer
 from twellctl.models.checkpoint import REPORT_FILE, open_checkpoint
 from twellctl.models.originals import find_original, load_pair
 from twellctl.serve_local import load_served_model, serve_local
@@ -120,8 +121,7 @@ def test_the_source_in_config_json_is_the_original(fit, silu_llama, monkeypatch)
 
 
 def test_the_server_answers_as_the_original(fits, silu_llama, answers):
-    original = open_checkpoint(silu_llama)
-    served = load_served_model(open_checkpoint(fits["fit"]), original, own_sampling=False)
+    served = load_served_model(open_answerer(fits["fit"], True, silu_llama), own_sampling=False)
     said = f"fit: the answers of {silu_llama}, drafted by {fits['fit']}"
     assert served.about["exact"] == said
     with running(served) as client:
@@ -144,10 +144,8 @@ def test_the_server_answers_as_the_original(fits, silu_llama, answers):
 
 
 def test_the_server_has_the_fit_alone_beside(fits, silu_llama, answers):
-    original, alone = open_checkpoint(silu_llama), load(fits["4 bits"])
-    served = load_served_model(
-        open_checkpoint(fits["4 bits"]), original, own_sampling=False, names=["code", "x"]
-    )
+    answerer, alone = open_answerer(fits["4 bits"], True, silu_llama), load(fits["4 bits"])
+    served = load_served_model(answerer, own_sampling=False, names=["code", "x"])
     assert served.about["fast"] == f"code-fast: {fits['4 bits']} alone, in the same cache"
     lines = []
     with running(served, log=lines.append) as client:

@@ -21,6 +21,7 @@ from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.generate import generate
 from twellctl.models import shard_writer
+from twellctl.models.answerer import open_answerer
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model, read_tensors
 from twellctl.profile import profile
@@ -204,7 +205,7 @@ def test_what_reads_models_takes_it(exported, text_file, tmp_path, success, no_a
 
 
 def test_a_server_serves_it_and_says_what_it_is(exported):
-    served = load_served_model(open_checkpoint(exported))
+    served = load_served_model(open_answerer(exported))
     assert served.about["device"].endswith(", bfloat16, linear layers in FP8")
     with running(served) as client:
         asked = {"model": served.name, "prompt": "x = 1", "max_tokens": 4, "temperature": 0}

@@ -16,6 +16,7 @@ from twellctl.decoding.step_end import Record, StepEnd
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.export import export
 from twellctl.files.strict_json import parse_json, to_json
+from twellctl.models.answerer import open_answerer
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.serve_local import load_served_model
@@ -82,7 +83,7 @@ def test_generate_says_that_the_model_computed_nan(overflowing, relu_llama, cli)
 
 
 def test_a_server_answers_500_and_health_says_so(overflowing, relu_llama):
-    served = load_served_model(open_checkpoint(relu_llama))
+    served = load_served_model(open_answerer(relu_llama))
     asked = {"model": "model", "prompt": "x = 1", "max_tokens": 4, "logprobs": 2}
     with running(served) as client:
         for changes in ({}, {"stream": True}, {"temperature": 1}):

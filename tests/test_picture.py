@@ -37,7 +37,12 @@ def answer(
 
 def recorded(*gains: float, right: bool = True, other_from: int = NUM, text: str = "is ") -> dict:
     """Of prompts of which the original answers at 1,250 tokens a second."""
-    found = {"device": "NVIDIA <H200>", "original": "Some-1.5B", "draft_bits": 4, "prompts": []}
+    found = {
+        "device": "NVIDIA <H200>",
+        "original": "Some-1.5B",
+        "drafted": "drafted in 4 bits",
+        "prompts": [],
+    }
     for gain in gains:
         exact = answer(0.8 / gain, "lookup", text=text)
         forms = {"original": answer(0.8, None, other_from, text), "exact": exact}
@@ -113,7 +118,8 @@ def test_a_tiny_model_is_recorded_and_drawn(
     monkeypatch.setitem(script["record"].__globals__, "open_scheduler", always_drafting)
     script["record"](str(silu_llama), str(fit), prompts, out, tokens=12, device="cpu", commit="abc")
     found = json.loads(out.read_text())
-    assert (found["device"], found["commit"], found["draft_bits"]) == ("CPU", "abc", 16)
+    assert (found["device"], found["commit"]) == ("CPU", "abc")
+    assert found["drafted"] == "drafted in 16 bits"
     assert (found["original"], found["draft"]) == (silu_llama.name, fit.name)
     assert [row["kind"] for row in found["prompts"]] == ["code", "chat"]
     for row in found["prompts"]:

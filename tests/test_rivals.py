@@ -40,8 +40,8 @@ def answered(differing: int = 0, fit: str = "made/relu") -> dict:
         ExactForm("fit alone", (160.0,), 9, Drafted(9), 4_100_000_000),
         ExactForm("exact", (120.0,), differing, Drafted(9), 8_100_000_000),
     ]
-    models = {"fit": fit, "original": "owner/original"}
-    found = ExactBench(H200, {}, models, (ExactPoint(1, 12, tuple(forms)),))
+    models = {"draft": fit, "original": "owner/original"}
+    found = ExactBench(H200, {}, models, False, (ExactPoint(1, 12, tuple(forms)),))
     return json.loads(json.dumps(found.to_json()))
 
 

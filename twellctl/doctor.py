@@ -8,6 +8,7 @@ from pathlib import Path
 from twellctl.bundle.twell_config import least_sharpness
 from twellctl.errors import TwellError, first_line
 from twellctl.files.strict_json import read_json
+from twellctl.heads.folder import WEIGHTS, is_head, open_head
 from twellctl.here.kernels import (
     find_cache,
     find_kernels,
@@ -24,9 +25,10 @@ from twellctl.here.machine import (
     torch_cuda,
 )
 from twellctl.here.resources import bundle_files
-from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.answerer import open_answerer
+from twellctl.models.checkpoint import Checkpoint, checkpoint_in, located
 from twellctl.models.originals import find_original
-from twellctl.models.shards import ABOVE, ORIGINAL
+from twellctl.models.shards import ABOVE, ORIGINAL, read_header
 from twellctl.vllm.installed import find_vllm
 
 
@@ -82,7 +84,10 @@ def _works(libraries: Finding, gpu: Finding, kernels: Finding, variables: Findin
 
 def _find_folder(model: str | Path) -> tuple[Finding, ...]:
     try:
-        checkpoint = open_checkpoint(model)
+        name, path = located(model)
+        if is_head(path):
+            return (_find_head(name, path),)
+        checkpoint = checkpoint_in(name, path)
     except TwellError as error:
         return (Finding("checkpoint", "bad", str(error)),)
     ffn, form, scheme = checkpoint.ffn, checkpoint.silu_form, checkpoint.scheme
@@ -96,6 +101,20 @@ def _find_folder(model: str | Path) -> tuple[Finding, ...]:
     plans = find_plans(ffn.hidden_size, ffn.intermediate_size, ffn.num_layers)
     found = Finding("checkpoint", "ok", what), _find_bundle(checkpoint), plans
     return (*found, *_find_original(checkpoint))
+
+
+def _find_head(name: str, path: Path) -> Finding:
+    """Whether a draft head is whole, and of the sizes of its original, if that lies here."""
+    try:
+        head = open_head(name, path)
+        read_header(path / WEIGHTS)
+        if head.source and Path(head.source).exists():
+            open_answerer(path, exact=True)
+    except TwellError as error:
+        return Finding("draft head", "bad", str(error))
+    whom = head.source or "a model that it does not name, which is for --original"
+    size = (path / WEIGHTS).stat().st_size / 1e6
+    return Finding("draft head", "ok", f"drafts for {whom}, with --exact; {size:.3g} MB")
 
 
 def _find_original(checkpoint: Checkpoint) -> tuple[Finding, ...]:

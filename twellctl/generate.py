@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from twellctl.decoding.drafted import Drafted
 from twellctl.decoding.engine import WHOLE, EngineError, Sampling, check_gates
 from twellctl.errors import TwellError, UsageError
-from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.models.originals import find_original, load_models
+from twellctl.models.answerer import load_models, open_answerer
+from twellctl.models.checkpoint import Checkpoint
 from twellctl.report.notebook import as_tables, element
 from twellctl.settings import chosen, setting
 from twellctl.text.tokens import Detokenizer, Messages, check_ids, encode_prompt, opened_chat
@@ -263,12 +263,12 @@ def load(
     `stable`: no token depends on how many a pass has (decoding/stable.py); all neurons are
     computed. `exact`: the answers are those of the model that `model` was fitted to, in stable
     decoding: `original`, else the one in its folder (`export --with-original`), else what its
-    config.json names. `model` drafts them.
+    config.json names. `model` drafts them; it can also be a draft head, which names its original.
     """
     check_gates(gates)
-    checkpoint = open_checkpoint(model)
+    answerer = open_answerer(model, exact, original)
+    checkpoint = answerer.checkpoint
     checkpoint.require_tokenizer()
-    source = find_original(checkpoint, exact, original)
     # torch takes seconds to import: a wrong model is refused before
     from twellctl.decoding.opening import open_scheduler, why_no_gain
     from twellctl.models.loading import load_tokenizer
@@ -276,7 +276,7 @@ def load(
     tokenizer = load_tokenizer(checkpoint, chat_template)
     if for_chat:
         _require_template(checkpoint, tokenizer)
-    answering, draft = load_models(checkpoint, source)
+    answering, draft = load_models(answerer)
     ends = [tokenizer.eos_token_id]
     how: dict[str, Any] = {"gates": gates, "stable": stable, "draft": draft}
     scheduler = open_scheduler(answering, ends, max_running=1, **how)

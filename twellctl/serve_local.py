@@ -17,8 +17,7 @@ from aiohttp import web
 
 from twellctl.decoding.engine import SCREENED, check_gates
 from twellctl.errors import TwellError, UsageError, encodable
-from twellctl.models.checkpoint import Checkpoint, open_checkpoint
-from twellctl.models.originals import find_original, load_models
+from twellctl.models.answerer import Answerer, load_models, open_answerer
 from twellctl.serving.access import Access, is_address, is_loopback
 from twellctl.serving.http_errors import aiohttp_log
 from twellctl.serving.openai_requests import DEFAULTS
@@ -65,22 +64,20 @@ def serve_local(
     the folder's name. `chat_template`, a file, replaces the model's, and gets
     `chat_template_kwargs` in all requests. With `own_sampling`, temperature and the like default to
     generation_config.json. `gates`, `stable`, `exact` and `original` are as in
-    `twellctl.generate.load`; with `exact` the fit alone is served, too, under each name with
-    "-fast" behind it. Once the server takes requests, `on_ready` is called with what is
+    `twellctl.generate.load`; with `exact` a fit is served alone, too, under each name with "-fast"
+    behind it. Once the server takes requests, `on_ready` is called with what is
     served and the URL, which ends in the port. `log` receives one line per answered request. Port 0
     takes a free one. Signals work only in the main thread.
     """
     how = chosen(Serving, settings)
     access = access_of(how.host, api_key, allow_hosts)
-    _check_names(names, exact)
     check_gates(gates)
-    checkpoint = open_checkpoint(model)
-    checkpoint.require_tokenizer()
-    source = find_original(checkpoint, exact, original)
+    answerer = open_answerer(model, exact, original)
+    _check_names(names, with_fast=exact and answerer.head is None)
+    answerer.checkpoint.require_tokenizer()
     with _short_turns(), _listener(how.host, how.port) as listener:
         served = load_served_model(
-            checkpoint,
-            source,
+            answerer,
             names=names,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
@@ -90,9 +87,9 @@ def serve_local(
             gates=gates,
             stable=stable,
         )
-        checkpoint.beware_of_noise(note)
-        if source is None:
-            checkpoint.say_if_dense(note)
+        answerer.checkpoint.beware_of_noise(note)
+        if answerer.original is None:
+            answerer.checkpoint.say_if_dense(note)
         limits = Limits(answer_seconds=how.timeout)
         serving = serve(
             served, listener, on_ready, access=access, limits=limits, drain=how.drain, log=log
@@ -100,17 +97,16 @@ def serve_local(
         asyncio.run(serving)
 
 
-def _check_names(names: Sequence[str], exact: bool) -> None:
+def _check_names(names: Sequence[str], with_fast: bool) -> None:
     for name in names:
         if not name or not name.isprintable():
             raise UsageError(f"a name to serve under must be printable text, got {name!r}")
-        if exact and f"{name}{FAST}" in names:
+        if with_fast and f"{name}{FAST}" in names:
             raise UsageError(f"{name}{FAST} is what {name} is called alone: choose other names")
 
 
 def load_served_model(
-    checkpoint: Checkpoint,
-    original: Checkpoint | None = None,
+    answerer: Answerer,
     *,
     names: Sequence[str] = (),
     chat_template: str | Path | None = None,
@@ -121,24 +117,26 @@ def load_served_model(
 ) -> ServedModel:
     """Weights and tokenizer loaded, the worker started; `how`: what `open_engines` takes.
 
-    With an `original` the answers are its own, and the model drafts; alone, it is served beside it.
+    A fit that drafts for its original is also served alone, beside it.
     """
     # torch takes seconds to import: errors about the model and the port come before it
     from twellctl.decoding.opening import describe_decoder, open_engines
     from twellctl.models.loading import describe_place, load_tokenizer
 
-    tokenizer = load_tokenizer(checkpoint, chat_template)
+    tokenizer = load_tokenizer(answerer.checkpoint, chat_template)
     encode_text(tokenizer, "")  # the first call sets up what several threads then only read
-    model, draft = load_models(checkpoint, original)
-    name, *others = names or [_served_name(checkpoint)]
+    model, draft = load_models(answerer)
+    name, *others = names or [_served_name(answerer)]
     about = {"device": describe_place(model)}
     ends = [tokenizer.eos_token_id]
     engine, *alone = open_engines(model, ends, stable=stable, draft=draft, **how)
-    if original is None or draft is None:
+    if draft is None:
         about["engine"] = describe_decoder(model, stable=stable)
     else:
-        about["exact"] = f"{name}: the answers of {original.name}, drafted by {checkpoint.name}"
-        about["fast"] = f"{name}{FAST}: {checkpoint.name} alone, in the same cache"
+        drafter = "its draft head" if answerer.head else answerer.named.name
+        about["exact"] = f"{name}: the answers of {answerer.answering.name}, drafted by {drafter}"
+        if alone:
+            about["fast"] = f"{name}{FAST}: {drafter} alone, in the same cache"
         about["engine"] = describe_decoder(model, draft, stable=True)
     if screens := next(filter(None, (each.screens for each in (engine, *alone))), None):
         about["gates"] = str(screens)
@@ -161,10 +159,10 @@ def load_served_model(
     return served
 
 
-def _served_name(checkpoint: Checkpoint) -> str:
+def _served_name(answerer: Answerer) -> str:
     """The folder's name; a hub id as it is."""
-    is_local = Path(checkpoint.name).exists()
-    return checkpoint.path.resolve().name if is_local else checkpoint.name
+    named = answerer.named
+    return named.path.resolve().name if Path(named.name).exists() else named.name
 
 
 def sampling_of(config: Any) -> dict[str, float]:

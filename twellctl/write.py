@@ -20,10 +20,10 @@ from twellctl.files.home import from_home
 from twellctl.files.made_of import digest_of
 from twellctl.files.outputs import check_file, open_again
 from twellctl.files.workspace import workspace_beside
+from twellctl.models.answerer import open_answerer
 from twellctl.models.carried import model_files
-from twellctl.models.checkpoint import Checkpoint, open_checkpoint
+from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.defaults import context_of
-from twellctl.models.originals import find_original
 from twellctl.report.notebook import Shown
 from twellctl.settings import chosen, flag_name, setting
 from twellctl.text.reading import read_prompts
@@ -124,8 +124,8 @@ def write(
     most `batch_size` answers are written at once, or fewer if memory is short. Answers that were
     begun are completed. Lines go to `out` as they are written, and can be used however the run
     ends; the same call again continues. At the end they are put in the order of the prompts' draw.
-    `overwrite` replaces a file of this command, at the first new line. With `exact` the model that
-    `model` was fitted to writes (`original` as in `twellctl.generate.load`): the file is the one
+    `overwrite` replaces a file of this command, at the first new line. With `exact` the original
+    of `model` writes (`original` as in `twellctl.generate.load`): the file is the one
     that it would write by itself. Raises `TwellError`.
     """
     out, how = from_home(out), chosen(Writing, settings)
@@ -182,8 +182,7 @@ def _opened(
 
     For exact answers that is the original by itself: so many rows leave a pass no room for drafts.
     """
-    checkpoint = open_checkpoint(model, revision=revision)
-    checkpoint = find_original(checkpoint, exact, original) or checkpoint
+    checkpoint = open_answerer(model, exact, original, revision).answering
     checkpoint.require_tokenizer()
     if checkpoint.is_only_converted:
         raise TwellError(

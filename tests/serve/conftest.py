@@ -8,6 +8,7 @@ from greedy import greedy
 from page_driver import Page
 from serving_client import running, serving
 
+from twellctl.models.answerer import open_answerer
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.serve_local import load_served_model
@@ -16,7 +17,7 @@ from twellctl.serving import plan
 
 @pytest.fixture(scope="session")
 def served(relu_llama):
-    return load_served_model(open_checkpoint(relu_llama))
+    return load_served_model(open_answerer(relu_llama))
 
 
 @pytest.fixture(scope="session")

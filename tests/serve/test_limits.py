@@ -28,7 +28,7 @@ from serving_client import (
 
 from twellctl.decoding.engine import OutOfMemory, QueueFull
 from twellctl.errors import UsageError
-from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.answerer import open_answerer
 from twellctl.serve_local import load_served_model, serve_local
 from twellctl.serving.openai_server import Limits
 
@@ -183,7 +183,7 @@ def test_a_full_queue_says_when_to_come_again(tokenizer):
 
 
 def test_more_choices_than_there_is_ever_room_for_are_a_bad_request(relu_llama):
-    served = load_served_model(open_checkpoint(relu_llama), max_running=1, max_waiting=1)
+    served = load_served_model(open_answerer(relu_llama), max_running=1, max_waiting=1)
     with running(served) as client:
         for ask in (chat, complete):
             with pytest.raises(openai.BadRequestError, match="n must be at most 2 ") as caught:

@@ -28,7 +28,7 @@ from serving_client import (
 )
 
 from twellctl.errors import TwellError, UsageError
-from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.answerer import open_answerer
 from twellctl.serve_local import load_served_model, serve, serve_local
 from twellctl.serving.plan import ServedModel
 
@@ -112,9 +112,9 @@ def test_chat_template_that_refuses_is_a_bad_request(served, monkeypatch):
 
 
 def test_a_silu_model_is_served_densely(silu_llama):
-    checkpoint = open_checkpoint(silu_llama)
-    served, said = load_served_model(checkpoint), []
-    checkpoint.say_if_dense(said.append)
+    answerer = open_answerer(silu_llama)
+    served, said = load_served_model(answerer), []
+    answerer.checkpoint.say_if_dense(said.append)
     assert said == [f"{silu_llama} is a SiLU model: every neuron is computed for every token"]
     with running(served) as client:
         assert complete(client, prompt="x = 1", max_tokens=5).choices[0].text
@@ -270,7 +270,7 @@ def test_a_host_is_no_url(relu_llama, host, said):
 
 
 def test_more_side_by_side_than_the_cache_holds_is_no_matter(relu_llama):
-    engine = load_served_model(open_checkpoint(relu_llama), max_running=10**11).engine
+    engine = load_served_model(open_answerer(relu_llama), max_running=10**11).engine
     try:
         assert engine.stats().capacity < 10**6
     finally:

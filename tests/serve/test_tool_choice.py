@@ -9,7 +9,7 @@ from conftest import CHAT_TEMPLATE
 from serving_client import chat, running
 from tokenizers import AddedToken
 
-from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.answerer import open_answerer
 from twellctl.serve_local import load_served_model
 from twellctl.serving.guides import Guides
 from twellctl.serving.tools import call_grammar, parse_tools
@@ -110,7 +110,7 @@ def calling(relu_llama, tmp_path_factory):
     """A server whose template has tools."""
     template = tmp_path_factory.mktemp("template") / "template.jinja"
     template.write_text("{% if tools %}<tool_call>{% endif %}" + CHAT_TEMPLATE)
-    with running(load_served_model(open_checkpoint(relu_llama), chat_template=template)) as client:
+    with running(load_served_model(open_answerer(relu_llama), chat_template=template)) as client:
         yield client
 
 

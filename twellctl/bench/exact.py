@@ -1,10 +1,10 @@
 """twellctl bench exact: what `--exact` gains, and whether its answers are the original's.
 
-The same prompts are answered by the original alone, by its fit alone, and by the original with
-drafts, in the engine of serve-local. Both models are loaded once. One engine is open at a time.
-Each answers all prompts twice, and the second time counts: CUDA graphs are captured by then, and
-the engine knows how many drafts pay. Where it had to capture another one after all, all prompts are
-answered once more.
+The same prompts are answered by the original alone, by its fit alone if that is what drafts, and by
+the original with drafts, in the engine of serve-local. Each model is loaded once. One engine is
+open at a time. Each answers all prompts twice, and the second time counts: CUDA graphs are captured
+by then, and the engine knows how many drafts pay. Where it had to capture another one after all,
+all prompts are answered once more.
 """
 
 import time
@@ -35,21 +35,21 @@ from twellctl.decoding.scheduler import Scheduler
 from twellctl.errors import TwellError, UsageError, counted
 from twellctl.evaluation.agreement import spread
 from twellctl.evaluation.subject import Subject
+from twellctl.heads.head import DraftHead
 from twellctl.here.gpu_memory import free_unused
-from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.answerer import load_models, open_answerer
 from twellctl.models.loading import load_tokenizer
-from twellctl.models.originals import find_original, load_pair
 from twellctl.settings import refuse_wrong
 from twellctl.text.reading import read_prompts
 
 COUNTS = (1, 3, 5, 7)  # of drafts, of the forms in which each round has as many
-LOOKUP = 1  # among an engine's drafters; the fit is the first
+LOOKUP = 1  # among an engine's drafters; the fit or the head is the first
 LEAST_TIMED = 8  # tokens of a group of answers
 MOST_TIMED = 3  # times that all prompts are answered, until none waits for a graph
 
 
 def bench_exact(
-    fit: str | Path,
+    draft: str | Path,
     prompts: str | Path,
     original: str | Path | None,
     settings: ExactSettings,
@@ -58,43 +58,47 @@ def bench_exact(
 ) -> ExactBench:
     """Answer the rows of `prompts` with each engine; `note` receives what comes.
 
-    `original` as in `find_original`. Raises `TwellError`.
+    `draft` and `original` as `model` and `original` in `open_answerer`. Raises `TwellError`.
     """
     refuse_wrong(settings)
     device = bench_device(settings.device)
-    of_fit = open_checkpoint(fit)
-    of_fit.require_tokenizer()
-    of_original = find_original(of_fit, original=original)
-    assert of_original is not None
-    asked, tokenizer = spread(read_prompts(prompts), settings.limit), load_tokenizer(of_fit)
+    answerer = open_answerer(draft, exact=True, original=original)
+    checkpoint, drafter = answerer.checkpoint, answerer.named.name
+    checkpoint.require_tokenizer()
+    asked, tokenizer = spread(read_prompts(prompts), settings.limit), load_tokenizer(checkpoint)
     if (most := max(settings.batches)) > len(asked):
         raise UsageError(f"batch must be at most {len(asked)}, the number of prompts, got {most}")
-    note(f"loading {of_original.name} and {of_fit.name}")
-    model, draft = load_pair(of_original, of_fit, device)
-    if why := why_no_gain(model, draft):
+    note(f"loading {answerer.answering.name} and {drafter}")
+    model, drafting = load_models(answerer, device)
+    assert drafting is not None
+    if why := why_no_gain(model, drafting):
         note(why)
-    encoded = Subject(of_fit, tokenizer, draft).all_encoded(asked)
+    encoded = Subject(checkpoint, tokenizer, model).all_encoded(asked)
     run = _Run(settings, list(filter(None, encoded)), note)
-    forms = _forms(model, draft, settings.gates)
+    forms = _forms(model, drafting, settings.gates)
     for number, (name, how) in enumerate(forms.items()):
         progress(number, len(forms))
         free_unused()
         run.add(name, extra_eos=[tokenizer.eos_token_id], **how)
-    models = {"fit": of_fit.name, "original": of_original.name}
-    return ExactBench(device_facts(device), asdict(settings), models, run.points())
+    models = {"draft": drafter, "original": answerer.answering.name}
+    is_head = answerer.head is not None
+    return ExactBench(device_facts(device), asdict(settings), models, is_head, run.points())
 
 
-def _forms(model: PreTrainedModel, draft: PreTrainedModel, gates: str) -> dict[str, dict[str, Any]]:
-    """What to open, by name; first what others are compared with."""
+def _forms(
+    model: PreTrainedModel, draft: PreTrainedModel | DraftHead, gates: str
+) -> dict[str, dict[str, Any]]:
+    """What to open, by name; first what others are compared with. A head answers nothing alone."""
     exact = {"model": model, "draft": draft, "gates": gates}
     drafts = {f"exact, {counted(count, 'draft')}": Drafts(count) for count in COUNTS}
     drafts["exact, lookup"] = Drafts(MOST_LOOKED_UP, LOOKUP)
+    alone = {"model": draft, "gates": gates}  # which may expand it
     return {
         STABLE: {"model": model, "stable": True},
         ORIGINAL: {"model": model},
         EXACT: exact,
         **{name: exact | {"drafts": each} for name, each in drafts.items()},
-        FIT: {"model": draft, "gates": gates},  # which may expand it
+        **({} if isinstance(draft, DraftHead) else {FIT: alone}),
     }
 
 

@@ -100,9 +100,13 @@ class ExactPoint:
 
 @dataclass(frozen=True)
 class ExactBench(Run):
-    """A run of `bench exact`; `models`: the names of the fit and its original."""
+    """A run of `bench exact`; `models`: the names of the "draft" and its "original".
+
+    `is_head`: the draft is a draft head, and no form has it alone.
+    """
 
     models: dict[str, str]
+    is_head: bool
     points: tuple[ExactPoint, ...]
 
     @property
@@ -126,4 +130,4 @@ class ExactBench(Run):
 
     def to_json(self) -> dict[str, Any]:
         points = [point.to_json() for point in self.points]
-        return self.as_json("bench exact", models=self.models, points=points)
+        return self.as_json("bench exact", models=self.models, is_head=self.is_head, points=points)

@@ -59,14 +59,17 @@ def decode(
 @command(app, "bench exact relu --original Qwen/Qwen2.5-1.5B --prompts prompts.jsonl", name="exact")
 def exact(
     *,
-    fit: Annotated[str, typer.Argument(metavar="FIT", help="A fit, as convert --data makes it.")],
+    draft: Annotated[
+        str,
+        typer.Argument(metavar="DRAFT", help="A draft head, or a fit as convert --data makes it."),
+    ],
     prompts: Prompts,
     original: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="The model that FIT was fitted to. [default: the one in its folder, or what its "
-            "config.json names]",
+            help="The model that DRAFT was made for. [default: the one in its folder, or what it "
+            "names as source]",
         ),
     ] = None,
     flags: Annotated[dict, ExactSettings],
@@ -74,14 +77,14 @@ def exact(
 ) -> None:
     """Time the same answers with --exact and without, and compare their tokens.
 
-    The prompts are answered by the original in its fastest and in its stable form, by the fit
-    alone, and with --exact: with as many drafts as pay, with 1, 3, 5 and 7 in each round, and with
-    drafts from the text itself alone. Each form answers all prompts twice, and the second time
+    The prompts are answered by the original in its fastest and in its stable form, by a fit alone,
+    and with --exact: with as many drafts as pay, with 1, 3, 5 and 7 in each round, and with drafts
+    from the text itself alone. Each form answers all prompts twice, and the second time
     counts. If --exact gives other tokens than the original with --stable, the command fails.
     """
     from twellctl.bench.exact import bench_exact
 
-    _run(partial(bench_exact, fit, prompts, original), ExactSettings(**flags), json, drafted)
+    _run(partial(bench_exact, draft, prompts, original), ExactSettings(**flags), json, drafted)
 
 
 def _run(

@@ -147,8 +147,8 @@ def write(
         bool,
         typer.Option(
             "--exact",
-            help="Let the original of MODEL, a fit, write. Nothing is drafted, for many answers at "
-            "once are faster so.",
+            help="Let the original of MODEL, a draft head or a fit, write. Nothing is drafted, for "
+            "many answers at once are faster so.",
         ),
     ] = False,
     original: Original = None,

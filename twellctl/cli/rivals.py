@@ -81,7 +81,7 @@ def _own_fit(
 ) -> dict[str, Any] | None:
     """How this model was fitted, which is what was evaluated, else the first draft; None: it is not
     known. An export says the same as what it was made from."""
-    models = [own["model"]] if own else [bench["models"]["fit"] for bench in exact]
+    models = [own["model"]] if own else [bench["models"]["draft"] for bench in exact]
     found = (fits[name] for name in map(short_name, models) if name in fits)
     return next((fit for fit in found if not _is_original(fit)), None)
 
@@ -110,11 +110,11 @@ def _exact(
 ) -> Rival:
     """The row of a draft; the original and the draft by itself get what they lack.
 
-    A draft may be the original in 4 bits.
+    A draft may be the original in 4 bits, or a draft head, which is nothing by itself.
     """
-    name, original = short_name(bench["models"]["fit"]), short_name(bench["models"]["original"])
-    fit = fits.get(name)
-    made = Rival(f"{original}, exact, drafts by {name}")
+    name, original = (short_name(bench["models"][one]) for one in ("draft", "original"))
+    fit, drafter = fits.get(name), f"draft head {name}" if bench["is_head"] else name
+    made = Rival(f"{original}, exact, drafts by {drafter}")
     if fit:
         made.set_up = _took(fit)
     alone = _row_of(rows, fit, own_fit)

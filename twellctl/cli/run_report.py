@@ -97,7 +97,8 @@ def _said(bench: dict[str, Any]) -> list[str]:
     """The sentences of a bench; that of exact answers names the draft."""
     if bench["command"] == "bench decode":
         return bench["sentences"]
-    return [f"{said}, with drafts by {bench['models']['fit']}" for said in bench["sentences"]]
+    drafter = f"{'draft head ' if bench['is_head'] else ''}{bench['models']['draft']}"
+    return [f"{said}, with drafts by {drafter}" for said in bench["sentences"]]
 
 
 def _measured(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:

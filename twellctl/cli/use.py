@@ -62,16 +62,16 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Answer as the original does with --stable, token for token: MODEL, a fit, drafts, "
-        "and the original keeps what it would have written.",
+        help="Answer as the original does with --stable, token for token: MODEL, a draft head or "
+        "a fit, drafts, and the original keeps what it would have written.",
     ),
 ]
 Original = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="With --exact: the model that MODEL was fitted to. [default: the one that export "
-        "--with-original put into its folder, or what its config.json names as source]",
+        help="With --exact: the model that MODEL was made for. [default: what a head or a fit's "
+        "config.json names as source, or the one that export --with-original put into the folder]",
     ),
 ]
 ApiKey = Annotated[
@@ -257,8 +257,8 @@ def serve_local(
 ) -> None:
     """Serve a model with an OpenAI-compatible API and a chat page.
 
-    With --exact there are two models: NAME, the original's answers, and NAME-fast, MODEL alone (in
-    4 bits one request at a time).
+    With --exact and a fit there are two models: NAME, the original's answers, and NAME-fast, MODEL
+    alone (in 4 bits one request at a time).
     Endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, and /metrics for
     Prometheus; /v1 lists them all. The page at / shows what share of each layer's neurons fires for
     each token. Without a key, only this machine is served. Ctrl-C stops the server once running

@@ -45,6 +45,11 @@ def not_ours_in_head(folder: Path) -> str | None:
     return f"holds {others[0]}, which was not written by twellctl" if others else None
 
 
+def head_files(folder: Path) -> list[Path]:
+    """Those that say what it guesses."""
+    return [path for path in (folder / FACTS, folder / WEIGHTS) if path.is_file()]
+
+
 def open_head(name: str, path: Path) -> HeadFolder:
     """`TwellError` for a folder of another format, or one that is not whole."""
     facts = read_json(path / FACTS, "train the draft head again")

@@ -14,6 +14,7 @@ from twellctl.errors import TwellError, UsageError, bounded, encodable, reason, 
 from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import workspace_of
+from twellctl.heads.folder import WEIGHTS, is_head
 from twellctl.models import checks
 from twellctl.models.defaults import completed, context_of, refuse_wrapped
 from twellctl.models.schemes import INT4, Scheme, scheme_of
@@ -198,14 +199,16 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = None) -> Checkpoint:
-    """Read and check a local folder, or a hub id (downloaded to the hub's cache).
+    """Read and check what `located` finds; `TwellError` as there and in `checkpoint_in`."""
+    return model if isinstance(model, Checkpoint) else checkpoint_in(*located(model, revision))
 
-    `TwellError` names what is wrong: not a folder, no config, no safetensors, a missing or
-    truncated shard, a quantised, MoE, multimodal or non-gated model, remote code, a "twell" block
-    of another version. `UsageError` for a revision of a local folder.
+
+def located(model: str | Path, revision: str | None = None) -> tuple[str, Path]:
+    """What the user calls it, and where it lies: a local folder, or a hub id (downloaded to the
+    hub's cache).
+
+    `TwellError` if it is neither. `UsageError` for a revision of a local folder.
     """
-    if isinstance(model, Checkpoint):
-        return model
     name, path = str(model) or ".", from_home(model)
     if not path.exists():
         path = _download(name, revision)
@@ -213,7 +216,22 @@ def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = No
         raise UsageError(f"{name} is a local folder, which has no --revision {revision}")
     if encodable(str(path)) != str(path):
         raise TwellError(f"{name}: safetensors reads no path that is not UTF-8: rename the folder")
+    return name, path
+
+
+def checkpoint_in(name: str, path: Path) -> Checkpoint:
+    """Read and check the folder `path`.
+
+    `TwellError` names what is wrong: no model of its own, no config, no safetensors, a missing or
+    truncated shard, a quantised, MoE, multimodal or non-gated model, remote code, a "twell" block
+    of another version.
+    """
     _refuse_adapter(name, path)
+    if is_head(path):
+        raise TwellError(
+            f"{name} is a draft head, which answers nothing alone: generate, chat, serve-local and "
+            "write take it with --exact, and bench exact as it is"
+        )
     if not (path / "config.json").is_file():
         why = other_weights(path) or "has no config.json: give a model folder of transformers"
         raise TwellError(f"{name} {why}")
@@ -306,7 +324,7 @@ def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "model*.safetensors", "*.model", "*.jinja", "*.txt", "*.md"]
-    wanted += ["LICEN[SC]E*", "NOTICE*", f"{ORIGINAL}/*"]
+    wanted += ["LICEN[SC]E*", "NOTICE*", f"{ORIGINAL}/*", WEIGHTS]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:

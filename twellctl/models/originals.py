@@ -113,19 +113,6 @@ def _same_tokens(*checkpoints: Checkpoint) -> bool:
     return one == other
 
 
-def load_models(
-    model: Checkpoint, original: Checkpoint | None = None
-) -> tuple["PreTrainedModel", "PreTrainedModel | None"]:
-    """The model whose answers are wanted, and one that drafts for it: `model`, None without an
-    `original`. Both on the default device, layers in 4 bits packed; `TwellError` as in `load_model`
-    and `load_pair`."""
-    from twellctl.models.loading import load_model
-
-    if original is None:
-        return load_model(model, packed=True), None
-    return load_pair(original, model)
-
-
 def load_pair(
     original: Checkpoint, fit: Checkpoint, device: "torch.device | None" = None
 ) -> tuple["PreTrainedModel", "PreTrainedModel"]:

@@ -104,7 +104,7 @@ def drafted(found: Any) -> None:
     for point in found.points:
         _exact_table(point)
     ui.say("a pass: tokens for each pass of the original over a sequence")
-    ui.say("of fit, of lookup: which share of their drafts was kept")
+    ui.say("of a drafter (fit, head, lookup): which share of its drafts was kept")
     prompts = found.points[0].prompts
     ui.say(f"differ: of {prompts} prompts, those with other tokens than the original with --stable")
     for text in found.sentences:
