@@ -163,7 +163,7 @@ def test_the_switch_is_one_for_all(page):
                 assert box["x"] >= 0, name
                 assert box["x"] + box["width"] <= width, name
     assert page["marks"].aria_role == "switch"
-    assert page["marks"].accessible_name.startswith("Mark drafted tokens: by the fit, looked up")
+    assert page["marks"].accessible_name.startswith("Mark drafted tokens: by the draft, looked up")
     assert page["name"].accessible_name == "Model"
 
 
