@@ -1,13 +1,18 @@
 """Draft heads of tiny models, with random weights, and what they should guess."""
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_e4m3 import round_weight
+from twellctl.heads.folder import save_head
 from twellctl.heads.head import DraftHead, HeadSizes
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.loading import load_model
 
 
 def random_head(model: PreTrainedModel, num_tokens: int | None = None) -> DraftHead:
@@ -79,3 +84,11 @@ def guessed(head: DraftHead, model: PreTrainedModel, tokens: list[int], count: i
         token = int(head.tokens[(rows @ state).argmax()])
         drafts.append(token)
     return drafts
+
+
+def head_folder(source: Path, folder: Path, **facts: Any) -> Path:
+    """`folder` with a head of random weights for the model in `source`, which it names."""
+    model = load_model(open_checkpoint(source))
+    folder.mkdir(parents=True)
+    save_head(random_head(model), model, folder, {"source": str(source)} | facts)
+    return folder

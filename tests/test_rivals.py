@@ -32,16 +32,18 @@ def decoded(weights: str = "bf16", fingerprint: str = "abc", times: float = 1.0)
     return json.loads(json.dumps(DecodeBench(H200, {}, 1e12, (model,)).to_json()))
 
 
-def answered(differing: int = 0, fit: str = "made/relu") -> dict:
-    """bench exact: 80, 160 and 120 tokens a second."""
+def answered(differing: int = 0, draft: str = "made/relu", is_head: bool = False) -> dict:
+    """bench exact: 80, 160 and 120 tokens a second; a head has no form by itself."""
     forms = [
         ExactForm("original, stable", (70.0,), 0, Drafted(9), 4_000_000_000),
         ExactForm("original", (80.0,), 2, Drafted(9), 4_000_000_000),
         ExactForm("fit alone", (160.0,), 9, Drafted(9), 4_100_000_000),
         ExactForm("exact", (120.0,), differing, Drafted(9), 8_100_000_000),
     ]
-    models = {"draft": fit, "original": "owner/original"}
-    found = ExactBench(H200, {}, models, False, (ExactPoint(1, 12, tuple(forms)),))
+    if is_head:
+        del forms[2]
+    models = {"draft": draft, "original": "owner/original"}
+    found = ExactBench(H200, {}, models, is_head, (ExactPoint(1, 12, tuple(forms)),))
     return json.loads(json.dumps(found.to_json()))
 
 
@@ -104,11 +106,33 @@ def test_answers_that_differ_are_not_the_same(tmp_path):
 def test_a_draft_may_be_the_original_in_4_bits(tmp_path):
     fit_of(tmp_path, "silu4", 99.0, keeps=True)
     fit_of(tmp_path, "relu", 200.0)
-    table = rivals_of(tmp_path, {}, [answered(), answered(fit="made/silu4")])
+    table = rivals_of(tmp_path, {}, [answered(), answered(draft="made/silu4")])
     assert cells(table, "model")[4:] == [DRAFTED, "original, exact, drafts by silu4"]
     alone = ["160 (2.00x)"] * 2  # of both drafts, each in its row
     assert cells(table, "tokens/s, answers")[2:] == [*alone, *["120 (1.50x)"] * 2]
     assert cells(table, "set-up")[2:] == ["1 min 39 s", "3 min 20 s", "3 min 20 s", "1 min 39 s"]
+
+
+def test_a_draft_head_has_a_row_of_its_own(tmp_path):
+    """And none by itself; the fit that is this model keeps its own."""
+    fit_of(tmp_path, "relu", 200.0)
+    benches = [answered(draft="made/head", is_head=True), answered()]
+    table = rivals_of(tmp_path, {}, benches)
+    assert cells(table, "model")[4:] == ["original, exact, drafts by draft head head", DRAFTED]
+    rates = ["80.0 (1.00x)", UNKNOWN, UNKNOWN, "160 (2.00x)", *["120 (1.50x)"] * 2]
+    assert cells(table, "tokens/s, answers") == rates
+    assert cells(table, "weights")[3:] == ["4.1 GB", "8.1 GB", "8.1 GB"]
+    assert cells(table, "same answers")[4] == "yes: 12 of 12"
+    assert cells(table, "set-up")[3:] == ["3 min 20 s", UNKNOWN, "3 min 20 s"]
+    alone = rivals_of(tmp_path, {}, benches[:1])
+    assert cells(alone, "tokens/s, answers")[3] == UNKNOWN
+
+
+def test_the_page_says_that_a_head_drafted(tmp_path):
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation().to_json()))
+    (tmp_path / "exact.json").write_text(json.dumps(answered(draft="made/head", is_head=True)))
+    write_report(tmp_path)
+    assert "with drafts by draft head made/head</p>" in (tmp_path / PAGE).read_text()
 
 
 def test_figures_of_another_fit_are_not_this_models(tmp_path):
@@ -116,14 +140,14 @@ def test_figures_of_another_fit_are_not_this_models(tmp_path):
     fit_of(tmp_path, "relu", 200.0)
     fit_of(tmp_path, "exported", 200.0)
     fit_of(tmp_path, "relu4", 300.0)
-    drafts, found = answered(fit="made/relu4"), {"eval.json": in_json(evaluation())}
+    drafts, found = answered(draft="made/relu4"), {"eval.json": in_json(evaluation())}
     table = rivals_of(tmp_path, found, [drafts, decoded(fingerprint="other")])
     fast = {column: cells(table, column)[3] for column in table.columns}
     assert fast["tokens/s, steps"] == fast["tokens/s, answers"] == UNKNOWN
     assert fast["set-up"] == "3 min 20 s"
     assert cells(table, "tokens/s, steps")[0] == "100 (1.00x)"
     assert cells(table, "set-up")[4] == "5 min 00 s"
-    table = rivals_of(tmp_path, found, [drafts, answered(fit="made/exported")])
+    table = rivals_of(tmp_path, found, [drafts, answered(draft="made/exported")])
     assert cells(table, "tokens/s, answers")[3] == "160 (2.00x)"
     table = rivals_of(tmp_path, {}, [drafts, answered()])  # the first draft is this model
     assert cells(table, "set-up")[3] == "5 min 00 s"
