@@ -43,6 +43,7 @@ SMALL = {
         "eval_blocks": 2,
         "teacher": MODELS[0],
     },
+    "draft": {"tokens": 1200, "seq_len": 32, "passes": 1, "ahead": 2, "step_tokens": 640},
     "profile": {"windows": 2, "seq_len": 32},
     "eval": {"windows": 2, "seq_len": 32},
     "compare": {"limit": 2, "max_tokens": 8},
@@ -68,6 +69,7 @@ ELSEWHERE = (
     "llama-server",
 )
 OUTS = re.compile(r'(?:write|convert|draft|finetune|export)(?:\([^,]+, "| \S+ )([\w.-]+)')
+OUTS = re.compile(r'(?:write|convert|finetune|export|draft)(?:\([^,]+, "| \S+ )([\w.-]+)')
 pytestmark = pytest.mark.skipif(
     not (ROOT / "pyproject.toml").is_file(), reason="no checkout around the tests"
 )
