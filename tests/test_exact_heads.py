@@ -263,7 +263,7 @@ def test_a_head_that_is_not_whole(head):
 
 def test_doctor_knows_a_head(success, refusal, head, silu_llama, make_model):
     out, _ = success("doctor", head)
-    assert f"drafts for {silu_llama}, with --exact; " in out
+    assert f"drafts for {silu_llama} with --exact; " in out
     with json_in(head / FACTS) as facts:
         facts["source"] = str(make_model("llama", num_key_value_heads=4))
     (found,) = doctor(head).folder
@@ -272,7 +272,11 @@ def test_doctor_knows_a_head(success, refusal, head, silu_llama, make_model):
     with json_in(head / FACTS) as facts:
         facts["source"] = "owner/model"  # which is not fetched
     (found,) = doctor(head).folder
-    assert found.what.startswith("drafts for owner/model, with --exact; ")
+    assert found.what.startswith("drafts for owner/model with --exact; ")
+    with json_in(head / FACTS) as facts:
+        del facts["source"]
+    (found,) = doctor(head).folder
+    assert found.what.startswith("drafts with --exact --original MODEL; ")
 
 
 def test_bench_settings_are_checked_as_of_fits(shared, prompts):

@@ -112,9 +112,9 @@ def _find_head(name: str, path: Path) -> Finding:
             open_answerer(path, exact=True)
     except TwellError as error:
         return Finding("draft head", "bad", str(error))
-    whom = head.source or "a model that it does not name, which is for --original"
+    how = f"for {head.source} with --exact" if head.source else "with --exact --original MODEL"
     size = (path / WEIGHTS).stat().st_size / 1e6
-    return Finding("draft head", "ok", f"drafts for {whom}, with --exact; {size:.3g} MB")
+    return Finding("draft head", "ok", f"drafts {how}; {size:.3g} MB")
 
 
 def _find_original(checkpoint: Checkpoint) -> tuple[Finding, ...]:
