@@ -23,7 +23,7 @@ from twellctl.errors import TwellError
 from twellctl.generate import load
 from twellctl.heads.folder import FACTS, WEIGHTS
 from twellctl.models.answerer import open_answerer
-from twellctl.serve_local import load_served_model
+from twellctl.serve_local import load_served_model, serve_local
 from twellctl.write import write
 
 CI = Path(__file__).resolve().parent.parent / ".ci"
@@ -100,6 +100,28 @@ def test_the_server_answers_as_the_original_and_has_no_other(shared, silu_llama,
         lines = get(client, "/metrics").body.decode().splitlines()
     drafted = 'twell_drafted_tokens_total{drafter="head",model="head"} '
     assert any(line.startswith(drafted) and not line.endswith(" 0.0") for line in lines)
+
+
+def test_a_head_of_the_hub_and_names_that_end_in_fast(shared, silu_llama, monkeypatch):
+    """The hub's cache gets its weights; its source is fetched as any model."""
+    fetched = {}
+
+    def snapshot(name, revision, allow_patterns):
+        fetched[name] = allow_patterns
+        return {"owner/head": shared, "owner/model": silu_llama}[name]
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    served = []
+    monkeypatch.setattr("twellctl.serve_local.serve", lambda given, *_, **__: served.append(given))
+    monkeypatch.setattr("twellctl.serve_local.asyncio.run", lambda coroutine: None)
+    for names in ((), ("a", "a-fast")):
+        how = {"names": names, "original": "owner/model", "port": 0}
+        serve_local("owner/head", exact=True, **how)
+    assert {WEIGHTS, "*.json"} <= {*fetched["owner/head"]}
+    assert [each.name for each in served] == ["owner/head", "a"]
+    assert served[0].about["exact"].startswith("owner/head: the answers of owner/model, drafted by")
+    for each in served:
+        each.engine.close()
 
 
 def test_write_lets_the_original_write(shared, silu_llama, prompts, tmp_path, success):

@@ -109,7 +109,7 @@ def _find_head(name: str, path: Path) -> Finding:
         head = open_head(name, path)
         read_header(path / WEIGHTS)
         if head.source and Path(head.source).exists():
-            open_answerer(path, exact=True)
+            open_answerer(name, exact=True)
     except TwellError as error:
         return Finding("draft head", "bad", str(error))
     how = f"for {head.source} with --exact" if head.source else "with --exact --original MODEL"

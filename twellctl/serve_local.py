@@ -71,9 +71,11 @@ def serve_local(
     """
     how = chosen(Serving, settings)
     access = access_of(how.host, api_key, allow_hosts)
+    _check_names(names)
     check_gates(gates)
     answerer = open_answerer(model, exact, original)
-    _check_names(names, with_fast=exact and answerer.head is None)
+    if exact and answerer.head is None:
+        _check_fast(names)
     answerer.checkpoint.require_tokenizer()
     with _short_turns(), _listener(how.host, how.port) as listener:
         served = load_served_model(
@@ -97,11 +99,16 @@ def serve_local(
         asyncio.run(serving)
 
 
-def _check_names(names: Sequence[str], with_fast: bool) -> None:
+def _check_names(names: Sequence[str]) -> None:
     for name in names:
         if not name or not name.isprintable():
             raise UsageError(f"a name to serve under must be printable text, got {name!r}")
-        if with_fast and f"{name}{FAST}" in names:
+
+
+def _check_fast(names: Sequence[str]) -> None:
+    """`UsageError` for a name that a fit alone gets."""
+    for name in names:
+        if f"{name}{FAST}" in names:
             raise UsageError(f"{name}{FAST} is what {name} is called alone: choose other names")
 
 
