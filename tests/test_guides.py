@@ -34,7 +34,6 @@ MODELS = ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "owner/model")
 SMALL = {
     "write": {"max_tokens": 8, "tokens": 1200},
     "convert": {"tokens": 2000, "seq_len": 32, "steps": 2, "step_tokens": 64, "eval_windows": 2},
-    "draft": {"tokens": 1024, "seq_len": 32, "passes": 1},
     "finetune": {
         "max_tokens": 256,
         "seq_len": 32,
@@ -68,7 +67,6 @@ ELSEWHERE = (
     "llama-quantize",
     "llama-server",
 )
-OUTS = re.compile(r'(?:write|convert|draft|finetune|export)(?:\([^,]+, "| \S+ )([\w.-]+)')
 OUTS = re.compile(r'(?:write|convert|finetune|export|draft)(?:\([^,]+, "| \S+ )([\w.-]+)')
 pytestmark = pytest.mark.skipif(
     not (ROOT / "pyproject.toml").is_file(), reason="no checkout around the tests"

@@ -63,11 +63,6 @@ def open_head(name: str, path: Path) -> HeadFolder:
     return HeadFolder(name, path, facts)
 
 
-def head_files(folder: Path) -> list[Path]:
-    """Those that say what it guesses."""
-    return [path for path in (folder / FACTS, folder / WEIGHTS) if path.is_file()]
-
-
 def save_head(
     head: "DraftHead", model: "PreTrainedModel", folder: Path, facts: dict[str, Any]
 ) -> None:

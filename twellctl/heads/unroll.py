@@ -52,12 +52,13 @@ def _attended(
     """`[B, T, H, D]` of q `[B, T, H, D]`, the model's keys and values `[B, Hkv, T, D]` and own
     ones `[B, T, Hkv, n, D]`."""
     T, Hkv, D = q.shape[1], keys.shape[1], q.shape[-1]
+    wide = torch.promote_types(q.dtype, torch.float32)
     q = (q * D**-0.5).unflatten(2, (Hkv, -1))
     before = torch.einsum("bthgd,bhsd->bhtgs", q, keys)
     later = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
     before = before.masked_fill(later[:, None], float("-inf"))
     own = torch.einsum("bthgd,bthnd->bhtgn", q, own_keys)
-    shares = torch.cat((before, own), -1).softmax(-1)
+    shares = torch.cat((before, own), -1).softmax(-1, dtype=wide).to(q.dtype)
     given = torch.einsum("bhtgs,bhsd->bthgd", shares[..., :T], values)
     given = given + torch.einsum("bhtgn,bthnd->bthgd", shares[..., T:], own_values)
     return given.flatten(2, 3)
