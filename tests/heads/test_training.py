@@ -1,8 +1,15 @@
 """Draft heads are trained: what is learnt, what is kept, and that it is the same each time."""
 
+import copy
+
 import pytest
 import torch
+from scheduled import all_of, tokens_of
 
+from twellctl.decoding.engine import Sampling
+from twellctl.decoding.opening import open_scheduler
+from twellctl.decoding.rounds import Drafts
+from twellctl.decoding.sequence import Sequence
 from twellctl.errors import TwellError
 from twellctl.heads.folder import load_head, open_head, save_head
 from twellctl.heads.kept import counted_kept, kept_drafts
@@ -38,10 +45,15 @@ def trained(repeating, **settings):
     return done, losses
 
 
-def test_a_head_learns_what_a_model_repeats(repeating):
+@pytest.fixture(scope="module")
+def learnt(repeating):
+    return trained(repeating, passes=12)
+
+
+def test_a_head_learns_what_a_model_repeats(repeating, learnt):
     original, windows = repeating
     before = begun_head(original.model, torch.arange(512), 0)
-    done, far = trained(repeating, passes=12)
+    done, far = learnt
     assert (done.steps, len(far)) == (96, 96)
     assert [step for step, *_ in far] == [*range(1, 97)]
     assert far[0][3] is None
@@ -53,6 +65,23 @@ def test_a_head_learns_what_a_model_repeats(repeating):
     assert last.tokens == 8 * (S - 7)
     assert sorted(last.tokens_a_pass) == last.tokens_a_pass
     assert last.tokens_a_pass[-1] > 4
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rounds_keep_what_was_counted(repeating, learnt, count):
+    """The same head drafts in the engine, and what that writes is counted."""
+    (original, windows), head = repeating, learnt[0].head
+    model = copy.deepcopy(original.model)
+    model.set_attn_implementation("sdpa")
+    scheduler = open_scheduler(model, draft=head, drafts=Drafts(count))
+    texts = []
+    for window in windows[64:].tolist():
+        asked = Sequence(window[:4], Sampling(S - 4, 0, ignore_eos=True))
+        texts.append(window[:4] + tokens_of(all_of(scheduler, [asked])[asked]))
+    passes = scheduler.tally.drafted.passes
+    counted = kept_drafts(head, original, torch.tensor(texts), 8).tokens_a_pass[count - 1]
+    assert 8 * (S - 4) / passes == pytest.approx(counted, rel=0.1)
+    assert counted > 1.5
 
 
 def test_the_same_training_gives_the_same_bits(repeating):
