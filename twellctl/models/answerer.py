@@ -109,8 +109,8 @@ def load_models(
 ) -> tuple["PreTrainedModel", "PreTrainedModel | DraftHead | None"]:
     """The model whose answers are wanted, and what drafts for it, None without an original.
 
-    On `device`, None: the default one; layers in 4 bits packed. `TwellError` as in `load_model`,
-    `load_pair` and `load_head`.
+    On `device`, None: the default one, but a head on the CPU; layers in 4 bits packed. `TwellError`
+    as in `load_model`, `load_pair` and `load_head`.
     """
     from twellctl.models.loading import load_model
 
