@@ -28,7 +28,7 @@ class HeadTraining:
     passes: int = setting(4, "Passes over the text.", at_least=1)
     ahead: int = setting(
         4,
-        "Tokens that the head is trained to guess one after the other, from what it guessed.",
+        "Steps that the head takes from each token, each from its own state of the step before.",
         at_least=1,
         at_most=MOST_AHEAD,
     )
