@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attached import attached
+from compiled import EVERY_CASE
 from emulated_head import H200, DecoderKernels, read_by
 from emulated_kernels import EmulatedKernels, needs_emulator
 from packed_models import packed
@@ -80,7 +81,7 @@ def test_a_decoder_over_codes_alone(monkeypatch):
     assert (counts - fired).abs().max() <= 5
     given = padded([([7], 3, [1])])
     known, fired = judge.run(*given)
-    for wanted in Wanted:
+    for wanted in Wanted if EVERY_CASE else [Wanted.EXACT]:  # others: test_emulated_head
         logits, counts = decoder.run(*given, wanted=wanted)
         assert logits.shape == known.shape == (1, 1, 254)
         assert (logits - known).abs().max() < 0.05 * known.std()

@@ -48,8 +48,8 @@ def test_every_layer_fires_as_asked_and_for_each_token_anew(family, tmp_path):
     assert type(model).__name__.lower() == f"{family}forcausallm"
     assert model.config.hidden_act == "relu"
     with torch.no_grad():
-        measured = count_layers(model.model, random_ids(shape, 8, 512), 256)
-        together = unions(model.model, random_ids(shape, 8, 512))
+        measured = count_layers(model.model, random_ids(shape, 4, 512), 256)
+        together = unions(model.model, random_ids(shape, 4, 512))
     assert [layer.density for layer in measured] == pytest.approx([density] * 3, rel=0.05)
     assert min(together) > 0.95 * (1 - (1 - density) ** 128)
 
@@ -124,7 +124,7 @@ def test_biases_are_drawn_and_gates_know_of_theirs(tmp_path):
         assert ffn.gate_proj.bias.std() == pytest.approx(0.05, rel=0.2)
         assert ffn.down_proj.bias[0] == 0
     with torch.no_grad():
-        measured = count_layers(model.model, random_ids(shape, 8, 512), 256)
+        measured = count_layers(model.model, random_ids(shape, 4, 512), 256)
     assert [layer.density for layer in measured] == pytest.approx([0.05] * 3, rel=0.05)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 
 import pytest
+from compiled import EVERY_CASE
 from exact_pairs import like_a_fit
 from history_decoder import HistoryDecoder, HistoryDrafter, expected
 from scheduled import all_of, assert_nothing_is_held, tokens_of
@@ -29,7 +30,7 @@ def two_over_one_cache(num_pages: int) -> list[Scheduler]:
 
 
 @pytest.mark.usefixtures("reads_late")
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(6 if EVERY_CASE else 3))
 def test_each_sequence_gets_its_own_tokens(seed):
     draw = random.Random(seed)
     schedulers = two_over_one_cache(draw.choice([6, 9, 30]))

@@ -22,13 +22,13 @@ BOTH = (False, True)  # whether rounds are read late
 late_or_not = pytest.mark.usefixtures("reads_late")
 PAGE_BYTES = 2 * 64 * 2 * (8 + 8) * 4  # of two layers, two heads of 8, float32
 SAMPLINGS = {
-    "greedy": Sampling(16, 0),
-    "with log-probabilities": Sampling(16, 0, top_logprobs=5),
-    "drawn": Sampling(16, 0.8, seed=3),
-    "cut": Sampling(16, 1.1, top_p=0.9, top_k=50, seed=4, top_logprobs=0),
-    "above a share": Sampling(16, 1.0, min_p=0.05, seed=5),
-    "penalised": Sampling(16, 0.7, seed=6, repetition_penalty=1.2, frequency_penalty=0.5),
-    "biased": Sampling(16, 0, presence_penalty=0.4, logit_bias=((7, 2.0), (9, -100.0))),
+    "greedy": Sampling(12, 0),
+    "with log-probabilities": Sampling(12, 0, top_logprobs=5),
+    "drawn": Sampling(12, 0.8, seed=3),
+    "cut": Sampling(12, 1.1, top_p=0.9, top_k=50, seed=4, top_logprobs=0),
+    "above a share": Sampling(12, 1.0, min_p=0.05, seed=5),
+    "penalised": Sampling(12, 0.7, seed=6, repetition_penalty=1.2, frequency_penalty=0.5),
+    "biased": Sampling(12, 0, presence_penalty=0.4, logit_bias=((7, 2.0), (9, -100.0))),
 }
 FEWER = [("greedy", 2), ("penalised", 3)]  # with how many drafts
 CASES = [*FEWER, *((kind, MOST_DRAFTS) for kind in SAMPLINGS)]

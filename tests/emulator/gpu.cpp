@@ -154,7 +154,7 @@ void run(unsigned first, std::mt19937& random) {
         if (pass % 16 == 0) std::shuffle(order.begin(), order.end(), random);
         for (int warp : order) {
             if (random() % 4 == 0) continue;
-            for (int i = 0; i < 4 * 32 && failure.empty(); ++i) {
+            for (int i = 0; i < kTurns * 32 && failure.empty(); ++i) {
                 thread = &threads[warp * 32 + i % 32];
                 if (thread->awaited && *thread->awaited == thread->awaited_not) continue;
                 thread->awaited = nullptr;

@@ -18,6 +18,7 @@ namespace emulator {
 constexpr size_t kMostDynamic = 227 << 10;  // bytes of shared memory
 constexpr int kMostWords = 6, kMbarriers = 66;
 constexpr size_t kStack = 32768;
+constexpr int kTurns = 16;  // of a warp, while its stacks and clocks are in the cache
 constexpr unsigned kUnderWay = ~0u;  // an epoch that nobody knows
 constexpr uint16_t kNobody = 0xffff;
 
