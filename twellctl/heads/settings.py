@@ -25,7 +25,7 @@ class HeadTraining:
     text_column: str = setting("text", "The column that holds the text.")
     tokens: int = setting(2_000_000, "Tokens of text to train on.", at_least=1024)
     seq_len: int = setting(512, "Tokens per window of text.", at_least=16)
-    passes: int = setting(4, "Passes over the text.", at_least=1)
+    passes: int = setting(2, "Passes over the text.", at_least=1)
     ahead: int = setting(
         4,
         "Steps that the head takes from each token, each from its own state of the step before.",
