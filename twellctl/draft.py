@@ -33,9 +33,11 @@ Doing = Callable[[str], None]
 @dataclass(frozen=True)
 class Drafted(Shown):
     """What `draft` wrote: a head of `num_parameters`, trained on so many `tokens` of text, read
-    `passes` times in so many `steps`; `loss` is the last one's, `kept` is of held-out text."""
+    `passes` times in so many `steps` and `seconds`; `loss` is the last one's, `kept` is of held-out
+    text. `source`: the hub id of the model, which the head names; None for a local folder."""
 
     out: Path
+    source: str | None
     num_parameters: int
     vocabulary: int
     tokens: int
@@ -60,7 +62,7 @@ def draft(
 
     `settings` are the fields of `HeadTraining`; `data` must be given. `progress` is called with
     (steps done, of how many, the loss, seconds left) after each step. On one GPU or the CPU; on a
-    CPU the same call gives the same bits. Raises `TwellError`.
+    CPU the same call gives the same weights. Raises `TwellError`.
     """
     out, training = from_home(out), chosen(HeadTraining, settings)
     if not training.data:
@@ -108,6 +110,7 @@ def _trained(
         raise TwellError("out of GPU memory: give fewer --step-tokens") from error
     done = Drafted(
         out=out,
+        source=checkpoint.hub_id,
         num_parameters=sum(part.numel() for part in trained.head.parameters()),
         vocabulary=trained.head.sizes.V,
         tokens=windows.numel(),
@@ -117,15 +120,15 @@ def _trained(
         seconds=trained.seconds,
         kept=kept,
     )
-    save_head(trained.head, original.model, stage, _facts(checkpoint, training, done))
+    save_head(trained.head, original.model, stage, _facts(training, done))
     return done
 
 
-def _facts(checkpoint: Checkpoint, training: HeadTraining, done: Drafted) -> dict[str, Any]:
+def _facts(training: HeadTraining, done: Drafted) -> dict[str, Any]:
     """What is told of a head: no path of this machine."""
     settings = dataclasses.asdict(training)
     texts = [digest_of(text_files([path])) for path in settings.pop("data")]
-    source = {} if checkpoint.hub_id is None else {"source": checkpoint.hub_id}
-    figures = {"tokens": done.tokens, "steps": done.steps, "loss": done.loss}
+    source = {} if done.source is None else {"source": done.source}
+    figures = {name: getattr(done, name) for name in ("tokens", "steps", "seconds", "loss")}
     kept = {"kept": dataclasses.asdict(done.kept)}
     return source | {"settings": settings, "text": texts} | figures | kept

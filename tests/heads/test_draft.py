@@ -7,8 +7,10 @@ import torch
 from edits import contents
 
 import twellctl
+from twellctl.draft import Drafted
 from twellctl.errors import TwellError, UsageError
-from twellctl.heads.folder import load_head, open_head
+from twellctl.heads.folder import FACTS, WEIGHTS, load_head, open_head
+from twellctl.heads.kept import KeptDrafts
 from twellctl.heads.last_layer import why_no_head
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
@@ -24,6 +26,8 @@ def test_the_command_from_text_to_head(success, cli, silu_llama, text_file, tmp_
     said, _ = success("draft", silu_llama, out, "--data", text_file, *WORDS)
     assert f"{out}: 0.0 million parameters, guesses 300 tokens, trained on 2048 tokens" in said
     assert "tokens a pass, with so many" in said
+    following = f"twellctl serve-local {out} --exact --original {silu_llama}"
+    assert said.rstrip().endswith(f"next: {following}")
     assert sorted(path.name for path in out.iterdir()) == [
         "draft_head.json",
         "draft_head.safetensors",
@@ -32,23 +36,35 @@ def test_the_command_from_text_to_head(success, cli, silu_llama, text_file, tmp_
     facts = json.loads((out / "draft_head.json").read_text())
     assert facts["settings"] | SMALL == facts["settings"]
     assert facts["steps"] == 16
+    assert facts["seconds"] > 0
     assert len(facts["kept"]["by_depth"]) == len(facts["kept"]["tokens_a_pass"]) == 7
     assert str(tmp_path) not in json.dumps(facts)
-    assert "source" not in facts
+    assert "source" not in facts  # a local folder
     model = load_model(open_checkpoint(silu_llama))
     head = load_head(open_head("head", out), model, "model")
     assert head.tokens.diff().min() > 0
     assert cli("draft", silu_llama, out, "--data", text_file, *WORDS)[0] == 1
 
 
-def test_the_same_call_gives_the_same_bits_and_replaces_its_own(silu_llama, text_file, tmp_path):
+def test_the_next_command_names_no_original_that_the_head_names(tmp_path, capfd):
+    kept = KeptDrafts(9, [0.5], [1.5])
+    done = Drafted(tmp_path / "a head", "owner/model", 1, 2, 3, 4, 5, 6.0, 7.0, kept)
+    screen.drafted(done, "owner/model")
+    said = capfd.readouterr().out
+    assert said.endswith(f"next: twellctl serve-local '{tmp_path}/a head' --exact\n")
+
+
+def test_the_same_call_gives_the_same_weights_and_replaces_its_own(silu_llama, text_file, tmp_path):
     done = twellctl.draft(silu_llama, tmp_path / "1", data=text_file, **SMALL)
     assert (done.steps, done.tokens, done.vocabulary) == (16, 2048, 300)
     assert done.kept.tokens > 0
     assert "tokens a pass" in done._repr_html_()
     twellctl.draft(silu_llama, tmp_path / "2", data=text_file, **SMALL | {"passes": 1})
     twellctl.draft(silu_llama, tmp_path / "2", data=text_file, overwrite=True, **SMALL)
-    assert [*contents(tmp_path / "1").values()] == [*contents(tmp_path / "2").values()]
+    weights, others = ((tmp_path / name / WEIGHTS).read_bytes() for name in "12")
+    assert weights == others
+    facts, others = (json.loads((tmp_path / name / FACTS).read_text()) for name in "12")
+    assert facts | {"seconds": 0} == others | {"seconds": 0}
 
 
 def test_progress_is_a_line_now_and_then(monkeypatch):

@@ -212,7 +212,7 @@ def draft(
         progress=partial(screen.drafting, stage),
         **flags,
     )
-    screen.drafted(done)
+    screen.drafted(done, model)
 
 
 def finetune(

@@ -140,8 +140,9 @@ def drafting(stage: ui.Stage, done: int, total: int, loss: float, left: float | 
     stage.report(f"step {done} of {total}, loss {loss:.3f}", left)
 
 
-def drafted(done: Any) -> None:
-    """A draft head (a `Drafted`), and what its model would keep of its drafts."""
+def drafted(done: Any, model: str) -> None:
+    """A draft head (a `Drafted`) for `model`, what that would keep of its drafts, and what comes
+    next."""
     ui.say(
         f"{done.out}: {done.num_parameters / 1e6:.1f} million parameters, guesses "
         f"{counted(done.vocabulary, 'token')}, trained on {counted(done.tokens, 'token')}, "
@@ -151,6 +152,8 @@ def drafted(done: Any) -> None:
     rows = [[str(n), f"{kept:.1%}", f"{given:.2f}"] for n, (kept, given) in enumerate(depths, 1)]
     title = f"on {counted(done.kept.tokens, 'token')} of held-out text"
     ui.table(title, ["draft", "kept, those before it kept", "tokens a pass, with so many"], rows)
+    original = f" --original {ui.word(model)}" if done.source is None else ""
+    ui.say(f"next: twellctl serve-local {ui.word(done.out)} --exact{original}")
 
 
 def finetuned(result: Any) -> None:
