@@ -12,6 +12,7 @@ from twellctl.bench.exact_results import ExactBench, ExactForm, ExactPoint
 from twellctl.cli.rivals import UNKNOWN, rivals_of
 from twellctl.cli.run_report import PAGE, write_report
 from twellctl.decoding.drafted import Drafted
+from twellctl.heads.folder import FACTS as HEAD_FILE
 from twellctl.models.checkpoint import FIT_FILE
 from twellctl.report.page import Table
 
@@ -51,6 +52,11 @@ def fit_of(folder: Path, name: str, seconds: float, keeps: bool = False, kept: i
     (folder / name).mkdir(exist_ok=True)
     content = {"settings": {"keep_activation": keeps}, "seconds": seconds, "kept": kept}
     (folder / name / FIT_FILE).write_text(json.dumps(content))
+
+
+def head_of(folder: Path, name: str, seconds: float) -> None:
+    (folder / name).mkdir()
+    (folder / name / HEAD_FILE).write_text(json.dumps({"seconds": seconds, "tokens": 1_899_520}))
 
 
 def cells(table: Table, column: str) -> list[str]:
@@ -107,7 +113,10 @@ def test_a_draft_may_be_the_original_in_4_bits(tmp_path):
     fit_of(tmp_path, "silu4", 99.0, keeps=True)
     fit_of(tmp_path, "relu", 200.0)
     table = rivals_of(tmp_path, {}, [answered(), answered(draft="made/silu4")])
-    assert cells(table, "model")[4:] == [DRAFTED, "original, exact, drafts by silu4"]
+    assert cells(table, "model")[4:] == [
+        DRAFTED,
+        "original, exact, drafts by silu4 (original in 4 bits)",
+    ]
     alone = ["160 (2.00x)"] * 2  # of both drafts, each in its row
     assert cells(table, "tokens/s, answers")[2:] == [*alone, *["120 (1.50x)"] * 2]
     assert cells(table, "set-up")[2:] == ["1 min 39 s", "3 min 20 s", "3 min 20 s", "1 min 39 s"]
@@ -118,12 +127,15 @@ def test_a_draft_head_has_a_row_of_its_own(tmp_path):
     fit_of(tmp_path, "relu", 200.0)
     benches = [answered(draft="made/head", is_head=True), answered()]
     table = rivals_of(tmp_path, {}, benches)
-    assert cells(table, "model")[4:] == ["original, exact, drafts by draft head head", DRAFTED]
+    assert cells(table, "model")[4:] == ["original, exact, drafts by head (draft head)", DRAFTED]
     rates = ["80.0 (1.00x)", UNKNOWN, UNKNOWN, "160 (2.00x)", *["120 (1.50x)"] * 2]
     assert cells(table, "tokens/s, answers") == rates
     assert cells(table, "weights")[3:] == ["4.1 GB", "8.1 GB", "8.1 GB"]
     assert cells(table, "same answers")[4] == "yes: 12 of 12"
     assert cells(table, "set-up")[3:] == ["3 min 20 s", UNKNOWN, "3 min 20 s"]
+    head_of(tmp_path, "head", 61.0)
+    table = rivals_of(tmp_path, {}, benches)
+    assert cells(table, "set-up")[3:] == ["3 min 20 s", "1 min 01 s", "3 min 20 s"]
     alone = rivals_of(tmp_path, {}, benches[:1])
     assert cells(alone, "tokens/s, answers")[3] == UNKNOWN
 
@@ -131,8 +143,26 @@ def test_a_draft_head_has_a_row_of_its_own(tmp_path):
 def test_the_page_says_that_a_head_drafted(tmp_path):
     (tmp_path / "eval.json").write_text(json.dumps(evaluation().to_json()))
     (tmp_path / "exact.json").write_text(json.dumps(answered(draft="made/head", is_head=True)))
+    head_of(tmp_path, "head", 61.0)
     write_report(tmp_path)
-    assert "with drafts by draft head made/head</p>" in (tmp_path / PAGE).read_text()
+    page = (tmp_path / PAGE).read_text()
+    assert "with drafts by draft head made/head</p>" in page
+    assert "1 min 01 s for 1899520 tokens" in page
+
+
+def test_a_head_and_the_original_in_4_bits_each_have_a_row(tmp_path):
+    """As `.ci/measure.sh` times them."""
+    fit_of(tmp_path, "four", 240.0, keeps=True)
+    head_of(tmp_path, "head", 61.0)
+    benches = [answered(draft="out/head", is_head=True), answered(draft="out/four")]
+    table = rivals_of(tmp_path, {"eval.json": in_json(evaluation())}, benches)
+    assert cells(table, "model")[4:] == [
+        "original, exact, drafts by head (draft head)",
+        "original, exact, drafts by four (original in 4 bits)",
+    ]
+    assert cells(table, "set-up")[2:] == ["4 min 00 s", UNKNOWN, "1 min 01 s", "4 min 00 s"]
+    rates = ["160 (2.00x)", UNKNOWN, "120 (1.50x)", "120 (1.50x)"]  # that of 4 bits by themselves
+    assert cells(table, "tokens/s, answers")[2:] == rates
 
 
 def test_figures_of_another_fit_are_not_this_models(tmp_path):

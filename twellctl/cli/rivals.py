@@ -15,6 +15,7 @@ from twellctl.bench.exact_results import EXACT, FIT, ORIGINAL
 from twellctl.bench.results import DENSE, DENSE_FP8, TWELL
 from twellctl.evaluation.in_report import share_kept
 from twellctl.files.strict_json import read_json
+from twellctl.heads.folder import FACTS as HEAD_FILE
 from twellctl.models.checkpoint import FIT_FILE
 from twellctl.report.charts import short_name
 from twellctl.report.page import Table
@@ -46,11 +47,11 @@ def rivals_of(
     own = evaluations.get("eval.json")
     if own is None and not benches:
         return None
-    fits = {path.parent.name: read_json(path) for path in sorted(folder.glob(f"*/{FIT_FILE}"))}
+    fits, heads = (_by_folder(folder, name) for name in (FIT_FILE, HEAD_FILE))
     exact = [bench for bench in benches if bench["command"] == "bench exact"]
     rows, own_fit = _named(own, exact), _own_fit(own, exact, fits)
     for bench in exact:
-        rows.append(_exact(rows, bench, fits, own_fit))
+        rows.append(_exact(rows, bench, fits, heads, own_fit))
     if not exact:
         rows.append(Rival(f"{rows[BITS16].name.removesuffix(', 16 bits')}, exact"))
     for bench in benches:
@@ -64,6 +65,11 @@ def rivals_of(
     if is_rounded:  # this model is the original in 4 bits
         del rows[FAST]
     return _table(rows, benches)
+
+
+def _by_folder(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+    """What lies under this `name` in the folders of `folder`, by their names."""
+    return {path.parent.name: read_json(path) for path in sorted(folder.glob(f"*/{name}"))}
 
 
 def _named(own: dict[str, Any] | None, exact: Sequence[dict[str, Any]]) -> list[Rival]:
@@ -106,6 +112,7 @@ def _exact(
     rows: list[Rival],
     bench: dict[str, Any],
     fits: dict[str, dict[str, Any]],
+    heads: dict[str, dict[str, Any]],
     own_fit: dict[str, Any] | None,
 ) -> Rival:
     """The row of a draft; the original and the draft by itself get what they lack.
@@ -113,9 +120,13 @@ def _exact(
     A draft may be the original in 4 bits, or a draft head, which is nothing by itself.
     """
     name, original = (short_name(bench["models"][one]) for one in ("draft", "original"))
-    fit, drafter = fits.get(name), f"draft head {name}" if bench["is_head"] else name
-    made = Rival(f"{original}, exact, drafts by {drafter}")
-    if fit:
+    fit = None if bench["is_head"] else fits.get(name)
+    made = Rival(f"{original}, exact, drafts by {name}")
+    if bench["is_head"]:
+        made.name += " (draft head)"
+        made.set_up = ui.duration(heads[name]["seconds"]) if name in heads else UNKNOWN
+    elif fit:
+        made.name += " (original in 4 bits)" if _is_original(fit) else ""
         made.set_up = _took(fit)
     alone = _row_of(rows, fit, own_fit)
     by_form = {ORIGINAL: rows[BITS16], FIT: alone, EXACT: made}
@@ -201,8 +212,9 @@ def _table(rows: list[Rival], benches: Sequence[dict[str, Any]]) -> Table:
     note = f"One sequence on {where}. " if where else ""
     note += (
         "Steps: bench decode, whose dense forms have the original's size. Answers: bench exact. "
-        "Set-up: the fit alone. Weights: in memory. To fill a gap, let eval, bench decode or bench "
-        "exact write --json into this folder, then repeat twellctl report."
+        "Set-up: the fit, or the training of the draft head, alone. Weights: in memory. To fill a "
+        "gap, let eval, bench decode or bench exact write --json into this folder, then repeat "
+        "twellctl report."
     )
     return Table(TITLE, ["model", *columns], cells, note)
 

@@ -25,6 +25,7 @@ from twellctl.files.outputs import check_file, write_file
 from twellctl.files.strict_json import read_json
 from twellctl.firing.profiled import read_profile
 from twellctl.fitting.chart import chart_of as chart_of_fit
+from twellctl.heads.folder import FACTS as HEAD_FILE
 from twellctl.models.carried import METRICS_FILE
 from twellctl.models.checkpoint import FIT_FILE, REPORT_FILE
 from twellctl.report.charts import Chart
@@ -197,6 +198,10 @@ def _facts(folder: Path, evaluation: dict[str, Any] | None) -> Iterator[tuple[st
         if found["kept"]:
             took += f", {counted(found['kept'], 'layer')} kept from before"
         yield "fit", took
+    if (head := folder / "head" / HEAD_FILE).is_file():
+        found = read_json(head)
+        tokens = counted(found["tokens"], "token")
+        yield "draft head", f"{ui.duration(found['seconds'])} for {tokens}"
 
 
 def _recipe(folder: Path) -> str:
