@@ -4,6 +4,7 @@ That a killed one goes on is in test_killed.py.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from edits import weights_in
 from typer.main import get_command
 
 from twellctl.cli.app import app
-from twellctl.cli.pipeline import _flags, _Pipeline, _words
+from twellctl.cli.pipeline import _flags, _Pipeline, _record, _words
 from twellctl.errors import TwellError
 from twellctl.evaluation.results import Evaluation
+from twellctl.heads.folder import WEIGHTS
 from twellctl.models.verdict import Verdict
 from twellctl.text.written import hold_out
 
@@ -117,6 +119,43 @@ def test_other_settings_are_no_reason_to_skip(pipe, tmp_path):
     assert pipe()[2] == [f"error: {lost}: move it elsewhere, or name another out"]
 
 
+def test_a_draft_head_is_trained_for_the_files_model(pipe, silu_llama, text_file, tmp_path):
+    """Once; and what it was trained with is no matter to other steps."""
+    out = tmp_path / "out"
+    steps = """
+model: {model}
+out: {out}
+convert: {{}}
+draft: {{data: {text}, tokens: 2048, seq-len: 32, step-tokens: 512, passes: 1, vocabulary: 300}}
+"""
+    code, said, err = pipe(steps)
+    made = f"draft: twellctl draft {silu_llama} {out}/head --data={text_file} --tokens=2048"
+    assert code == 0
+    assert [line for line in err if line.startswith(made)]
+    assert f"next: twellctl serve-local {out}/head --exact --original {silu_llama}" in said
+    recorded = json.loads((out / "run.json").read_text())
+    assert {*recorded["draft"]} == {"settings", "files", "result"}
+    assert "draft" not in recorded["convert"]["settings"]
+    assert re.search(r"draft head\b.*?\b\d+ tokens", (out / "report.html").read_text(), re.DOTALL)
+
+    trained = (out / "head" / WEIGHTS).stat().st_mtime_ns
+    code, _, err = pipe(steps)
+    assert (code, err[0]) == (0, f"draft: {out}/head is there")
+    assert (out / "head" / WEIGHTS).stat().st_mtime_ns == trained
+    said = "was made with other settings or inputs (draft): remove it, or name another out"
+    assert pipe(steps.replace("passes: 1", "passes: 2"))[2] == [f"error: {out}/head {said}"]
+    (out / "head" / WEIGHTS).write_bytes(b"")
+    said = "is not what draft made, or damaged: remove it, or name another out"
+    assert pipe(steps)[2][-1] == f"error: {out}/head {said}"
+
+
+def test_an_export_depends_on_what_it_reads():
+    steps = {name: {"a": name} for name in ("write", "draft", "convert", "eval", "export")}
+    assert [*_record("export", steps)] == ["write", "convert", "eval", "export"]
+    assert [*_record("draft", steps)] == ["write", "draft"]
+    assert [*_record("eval", steps)] == ["write", "convert", "eval"]
+
+
 def test_other_files_are_no_reason_to_skip(pipe, text_file, tmp_path):
     out, text = tmp_path / "out", tmp_path / "text.jsonl"
     shutil.copy(text_file, text)
@@ -140,7 +179,7 @@ def test_other_files_are_no_reason_to_skip(pipe, text_file, tmp_path):
     ("steps", "said"),
     [
         ("model: {model}", "must have model and out, got "),
-        (STEPS + "fit: {{}}", "'fit' is not one of model, out, write, convert"),
+        (STEPS + "fit: {{}}", "'fit' is not one of model, out, write, draft, convert"),
         (STEPS + "finetune: 3", "finetune must hold flags of its command, got 3"),
         (STEPS + "finetune: {{taget-sparsity: 0.9}}", "No such option: --taget-sparsity"),
         (STEPS + "write: {{prompts: [a, 2001-01-01]}}", "prompts of write must be text"),
@@ -197,9 +236,9 @@ def test_wrong_files_are_refused_before_the_first_step(pipe, tmp_path, steps, sa
 def test_measures_are_taken_on_answers_that_no_model_was_made_from(tmp_path):
     """All answers to one of 16 prompts; a run that is killed in between goes on."""
     answers, held_out = tmp_path / "answers.jsonl", tmp_path / "held-out.jsonl"
-    steps = {"write": {}, "convert": {}, "finetune": {}, "eval": {}, "profile": {}}
+    steps = {"write": {}, "draft": {}, "convert": {}, "finetune": {}, "eval": {}, "profile": {}}
     data = {name: _words(name, "m", tmp_path, steps)[1].get("data") for name in steps}
-    assert data["convert"] == data["finetune"] == str(answers)
+    assert data["draft"] == data["convert"] == data["finetune"] == str(answers)
     assert data["eval"] == data["profile"] == str(held_out)
     chats = [[{"content": str(n % 40)}, {"content": f"{n}\u2028"}] for n in range(80)]
     whole = "".join(

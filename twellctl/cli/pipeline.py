@@ -3,6 +3,7 @@
     model: Qwen/Qwen2.5-Coder-1.5B-Instruct
     out: coder
     write: {prompts: prompts.json, temperature: 0}
+    draft: {}
     convert: {density: 0.12}
     eval: {tasks: HumanEval.jsonl, run-code: true}
     export: {}
@@ -43,6 +44,7 @@ from twellctl.training.recipe import settings as settings_of
 
 _MADE = {
     "write": "answers.jsonl",
+    "draft": "head",
     "convert": "relu",
     "finetune": "sparse",
     "eval": "eval.json",
@@ -52,6 +54,7 @@ _MADE = {
 _HELD_OUT = "held-out.jsonl"  # answers that no model is made from
 _NOT_HERE = ("help", "help-all", "dry-run", "plot", "json", "resume")  # the last two are run's own
 _CHANGING = ("write", "convert", "finetune")  # later steps read what these made
+_MEASURING = ("eval", "profile")  # export reads what these made
 _MODELS = ("teacher", "reference", "original")  # flags that name what a step reads
 _FILES = ("data", "eval-data", "prompts", "tasks", "recipe", "profile", "eval", "bench")
 _REMEDY = "remove it, or name another out"
@@ -68,9 +71,9 @@ def run(
 ) -> None:
     """Run the whole pipeline from one file.
 
-    The file holds model, out and any of the steps write, convert, finetune, eval, profile and
-    export, each with the flags of its command. A step reads what earlier steps made in out, unless
-    it says otherwise. To continue after an interruption, repeat the command. It stops if the
+    The file holds model, out and any of the steps write, draft, convert, finetune, eval, profile
+    and export, each with the flags of its command. A step reads what earlier steps made in out,
+    unless it says otherwise. To continue after an interruption, repeat the command. It stops if the
     verdict of eval is bad. It ends with a page on all of it, report.html in out.
     """
     from twellctl.training.recipe_file import read_settings
@@ -316,8 +319,8 @@ def _check_verdict(made: Path) -> None:
 
 def _record(name: str, steps: dict[str, Settings]) -> Settings:
     """All settings that the result of step `name` depends on, but for names of what is read."""
-    before = _before(name, steps)
-    used = [one for one in before if one in _CHANGING or name == "export"]
+    read_by = (*_CHANGING, *_MEASURING) if name == "export" else _CHANGING
+    used = [one for one in _before(name, steps) if one in read_by]
     read = {*_MODELS, *_FILES}
     return {one: {k: steps[one][k] for k in steps[one] if k not in read} for one in (*used, name)}
 
@@ -339,12 +342,9 @@ def _words(
     newest = next((made[one] for one in ("finetune", "convert") if one in before), model)
     given: Settings = {}
     if "write" in before and name != "export" and not {"tasks", "prompts"} & {*steps[name]}:
-        measures = name in ("eval", "profile")
-        given["data"] = str(out / _HELD_OUT) if measures else made["write"]
+        given["data"] = str(out / _HELD_OUT) if name in _MEASURING else made["write"]
     match name:
-        case "write":
-            words = [model, made[name]]
-        case "convert":
+        case "write" | "draft" | "convert":
             words = [model, made[name]]
         case "finetune":
             words, given["teacher"] = [newest, made[name]], model
@@ -356,7 +356,7 @@ def _words(
             words = [newest, f"--json={made[name]}"]
         case "export":
             words = [newest, made[name]]
-            given = {one: made[one] for one in ("profile", "eval") if one in before}
+            given = {one: made[one] for one in _MEASURING if one in before}
             if "convert" in before and steps[name].get("with-original"):
                 given["original"] = model
     return words, given | steps[name]
