@@ -222,6 +222,24 @@ def test_a_head_is_no_original_of_a_fit(shared, silu_llama, text_file, tmp_path_
         load(fit, exact=True, original=shared)
 
 
+def test_a_head_in_the_folder_of_its_model(shared, silu_llama, answers, tmp_path):
+    """The model answers by itself, and with --exact, wherever the folder goes."""
+    both = shutil.copytree(silu_llama, tmp_path / "both")
+    for name in (FACTS, WEIGHTS):
+        shutil.copyfile(shared / name, both / name)
+    with json_in(both / FACTS) as facts:
+        facts["source"] = str(tmp_path / "gone")
+    prompt, how = PROMPTS[0], {"max_tokens": 20, "temperature": 0}
+    alone = load(both, stable=True).generate(prompt, **how)
+    made = load(both, exact=True).generate(prompt, **how)
+    assert alone.text() == made.text() == answers(prompt, **how)
+    assert alone.figures.drafted is None
+    assert made.figures.drafted.read["head"] > 0
+    found = {finding.name: finding for finding in doctor(both).folder}
+    assert found["checkpoint"].state == found["draft head"].state == "ok"
+    assert found["draft head"].what.startswith("drafts for this model with --exact")
+
+
 def test_a_head_whose_original_is_not_found(head):
     with json_in(head / FACTS) as facts:
         facts["source"] = str(head / "gone")

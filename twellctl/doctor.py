@@ -8,7 +8,7 @@ from pathlib import Path
 from twellctl.bundle.twell_config import least_sharpness
 from twellctl.errors import TwellError, first_line
 from twellctl.files.strict_json import read_json
-from twellctl.heads.folder import WEIGHTS, is_head, open_head
+from twellctl.heads.folder import WEIGHTS, is_head, is_head_alone, open_head
 from twellctl.here.kernels import (
     find_cache,
     find_kernels,
@@ -85,7 +85,7 @@ def _works(libraries: Finding, gpu: Finding, kernels: Finding, variables: Findin
 def _find_folder(model: str | Path) -> tuple[Finding, ...]:
     try:
         name, path = located(model)
-        if is_head(path):
+        if is_head_alone(path):
             return (_find_head(name, path),)
         checkpoint = checkpoint_in(name, path)
     except TwellError as error:
@@ -100,7 +100,8 @@ def _find_folder(model: str | Path) -> tuple[Finding, ...]:
     )
     plans = find_plans(ffn.hidden_size, ffn.intermediate_size, ffn.num_layers)
     found = Finding("checkpoint", "ok", what), _find_bundle(checkpoint), plans
-    return (*found, *_find_original(checkpoint))
+    head = (_find_head(name, path),) if is_head(path) else ()
+    return (*found, *head, *_find_original(checkpoint))
 
 
 def _find_head(name: str, path: Path) -> Finding:
@@ -112,7 +113,8 @@ def _find_head(name: str, path: Path) -> Finding:
             open_answerer(name, exact=True)
     except TwellError as error:
         return Finding("draft head", "bad", str(error))
-    how = f"for {head.source} with --exact" if head.source else "with --exact --original MODEL"
+    what = "this model" if head.source == path else head.source
+    how = f"for {what} with --exact" if what else "with --exact --original MODEL"
     size = (path / WEIGHTS).stat().st_size / 1e6
     return Finding("draft head", "ok", f"drafts {how}; {size:.3g} MB")
 

@@ -1,4 +1,7 @@
-"""The folder of a draft head: its weights, its sizes, and which model it drafts for."""
+"""The folder of a draft head: its weights, its sizes, and which model it drafts for.
+
+Its two files may also lie in the folder of that model.
+"""
 
 import dataclasses
 import hashlib
@@ -28,13 +31,22 @@ class HeadFolder:
     facts: dict[str, Any]
 
     @property
-    def source(self) -> str | None:
-        """The model that it drafts for: a hub id, or a folder."""
-        return self.facts.get("source")
+    def source(self) -> str | Path | None:
+        """The model that it drafts for: the one in its folder, else a hub id."""
+        return self.path if _has_model(self.path) else self.facts.get("source")
 
 
 def is_head(folder: Path) -> bool:
+    """Whether a head lies there, alone or in the folder of its model."""
     return (folder / FACTS).is_file()
+
+
+def is_head_alone(folder: Path) -> bool:
+    return is_head(folder) and not _has_model(folder)
+
+
+def _has_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
 
 
 def not_ours_in_head(folder: Path) -> str | None:
