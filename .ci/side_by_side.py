@@ -26,7 +26,6 @@ def drawn(found: dict[str, Any], kind: str) -> str:
     original, exact = (row["forms"][name] for name in (ORIGINAL, EXACT))
     moment, differs = exact["tokens"][-1]["ms"], _differs(row)
     second = MARGIN + COLUMN + GAP
-    drafted = f"the original, {found['drafted']} (--exact)"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -37,7 +36,7 @@ def drawn(found: dict[str, Any], kind: str) -> str:
             _text(MARGIN, 42, "Prompt", "faint"),
             _text(MARGIN + 72, 42, _one_line(row["prompt"])),
             *_column(MARGIN, "the original", original, moment, differs),
-            *_column(second, drafted, exact, moment, None),
+            *_column(second, "the original with --exact", exact, moment, None),
             *_footer(found, row, gains),
             "</svg>\n",
         ]
@@ -186,7 +185,7 @@ def _footer(found: dict[str, Any], row: dict[str, Any], gains: list[float]) -> l
     tokens = row["forms"][EXACT]["tokens"]
     kept = Counter(token["draft"] for token in tokens if token["draft"])
     looked_up = kept.pop("lookup", 0)
-    drafts = f"kept drafts: {looked_up} copied from the text, {kept.total()} by the draft model"
+    drafts = f"kept: {looked_up} copied from the text, {kept.total()} {found['drafted']}"
     gain = f"{_gain(row):.1f}x as fast"
     if len(gains) > 1:
         spread = f"{min(gains):.1f}x to {max(gains):.1f}x, median {median(gains):.1f}x"
