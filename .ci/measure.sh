@@ -4,10 +4,11 @@
 #     .ci/measure.sh MODEL ANSWERS.jsonl HELDOUT.jsonl PROMPTS.jsonl TASKS OUT
 #
 # MODEL is a chat model, ANSWERS its own (`twellctl write`), HELDOUT answers that no fit sees, PROMPTS rows of "prompt"
-# and "kind" that no fit saw, TASKS a file or folder of tasks. OUT/run is the folder of a run, with report.html. A step
-# that fails is noted in OUT/steps.txt with its seconds, and the next one follows; repeat the command to make up for it.
+# and "kind" that no fit saw, TASKS a file or folder of tasks. Exact answers are drafted by a draft head, and once more,
+# as the control, by the 4 bits. OUT/run is the folder of a run, with report.html. A step that fails is noted in
+# OUT/steps.txt with its seconds, and the next one follows; repeat the command to make up for it.
 set -uo pipefail
-[ $# = 6 ] || { sed -n '2,8s/^# \?//p' "$0" >&2; exit 2; }
+[ $# = 6 ] || { sed -n '2,9s/^# \?//p' "$0" >&2; exit 2; }
 model=$1 answers=$2 heldout=$3 prompts=$4 tasks=$5 out=$6
 here=$(dirname "$(realpath "$0")")
 export PYTHONPATH=$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}
@@ -25,16 +26,23 @@ step() {
   echo "$name: $((SECONDS - began)) s, exit $rc" | tee -a "$out/steps.txt"
 }
 
-four=$out/four draft=("$out/four" --original "$model")
+# exact NAME DRAFT: times exact answers, into OUT/NAME.json
+exact() {
+  step "$1" "$out/$1.json" "${twellctl[@]}" bench exact "$2" --original "$model" --prompts "$prompts" --limit 1000 \
+    --new-tokens "$new_tokens" --json "$out/$1.json" --device "$device"
+}
+
+four=$out/four head=$out/head
 step four "$four" "${twellctl[@]}" convert "$model" "$four" --data "$answers" --bits 4 --keep-activation \
   --tokens "${TOKENS:-300000}"
-step exact "$out/exact.json" "${twellctl[@]}" bench exact "${draft[@]}" --prompts "$prompts" --limit 1000 \
-  --new-tokens "$new_tokens" --json "$out/exact.json" --device "$device"
-step picture "$out/picture.json" "$python" "$here/picture.py" record "$model" "$four" "$prompts" "$out/picture.json" \
+step head "$head" "${twellctl[@]}" draft "$model" "$head" --data "$answers"
+exact exact "$head"
+exact exact_four "$four"
+step picture "$out/picture.json" "$python" "$here/picture.py" record "$model" "$head" "$prompts" "$out/picture.json" \
   --tokens "$new_tokens" --device "$device" --commit "${COMMIT:-$(git -C "$here" rev-parse --short HEAD)}"
 step known "$out/known.json" "$python" "$here/exact_answers.py" known "$model" "$prompts" "$out/known.json" \
   --new-tokens "$new_tokens" --device "$device"
-step check "" "$python" "$here/exact_answers.py" check "$model" "$four" "$prompts" "$out/known.json" \
+step check "" "$python" "$here/exact_answers.py" check "$model" "$head" "$prompts" "$out/known.json" \
   --device "$device"
 cat >"$out/run.yaml" <<END
 model: $model
@@ -49,8 +57,10 @@ step four_eval "$out/four.json" "${twellctl[@]}" eval "$four" --reference "$mode
   --json "$out/four.json"
 step decode "$out/decode.json" "${twellctl[@]}" bench decode "$out/run/exported" --data "$heldout" --batch 1 \
   --json "$out/decode.json"
-mkdir -p "$out/run/four"
-cp "$out"/{exact,four,decode}.json "$out/run/" 2>/dev/null
-cp "$four"/*.json "$out/run/four/" 2>/dev/null
+mkdir -p "$out"/run/{four,head}
+cp "$out"/{exact,exact_four,four,decode}.json "$out/run/" 2>/dev/null
+for draft in four head; do
+  cp "$out/$draft"/*.json "$out/run/$draft/" 2>/dev/null
+done
 step report "" "${twellctl[@]}" report "$out/run"
 ! grep -q 'exit [1-9]' "$out/steps.txt"
