@@ -67,6 +67,14 @@ def test_the_same_call_gives_the_same_weights_and_replaces_its_own(silu_llama, t
     assert facts | {"seconds": 0} == others | {"seconds": 0}
 
 
+def test_a_folder_below_home_is_named_nowhere(silu_llama, text_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(silu_llama.parent))
+    out = tmp_path / "head"
+    done = twellctl.draft(f"~/{silu_llama.name}", out, data=text_file, **SMALL)
+    assert done.source is None
+    assert "source" not in json.loads((out / "draft_head.json").read_text())
+
+
 def test_progress_is_a_line_now_and_then(monkeypatch):
     said = []
     monkeypatch.setattr(ui, "note", said.append)

@@ -94,7 +94,7 @@ class Checkpoint:
     @property
     def hub_id(self) -> str | None:
         """The id under which the hub has this model; None for a local folder."""
-        return None if self.path == Path(self.name) else self.name
+        return None if self.path == from_home(self.name) else self.name
 
     @property
     def is_silu(self) -> bool:
