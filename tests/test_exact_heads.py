@@ -240,6 +240,16 @@ def test_a_head_in_the_folder_of_its_model(shared, silu_llama, answers, tmp_path
     assert found["draft head"].what.startswith("drafts for this model with --exact")
 
 
+def test_a_head_and_its_model_on_the_hub(shared, silu_llama, tmp_path, monkeypatch):
+    """Both go by their id, not by where the hub's cache has them."""
+    both = shutil.copytree(silu_llama, tmp_path / "both")
+    shutil.copytree(shared, both, dirs_exist_ok=True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: both)
+    answerer = open_answerer("owner/model", exact=True)
+    assert answerer.named.name == answerer.answering.name == "owner/model"
+    assert answerer.answering.hub_id == "owner/model"
+
+
 def test_a_head_whose_original_is_not_found(head):
     with json_in(head / FACTS) as facts:
         facts["source"] = str(head / "gone")
@@ -273,6 +283,13 @@ def test_another_original_of_the_same_sizes(shared, make_model):
     other = make_model("llama")
     with weights_in(other) as weights:
         weights["model.norm.weight"][3] += 1
+    with pytest.raises(TwellError, match=f"{shared} was trained for another model than {other}$"):
+        load(shared, exact=True, original=other)
+
+
+@pytest.mark.parametrize("family", ["olmo", "falcon_h1"])
+def test_another_original_without_such_a_norm(shared, make_model, family):
+    other = make_model(family, pad_token_id=0, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8)
     with pytest.raises(TwellError, match=f"{shared} was trained for another model than {other}$"):
         load(shared, exact=True, original=other)
 
@@ -317,6 +334,9 @@ def test_doctor_knows_a_head(success, refusal, head, silu_llama, make_model):
         del facts["source"]
     (found,) = doctor(head).folder
     assert found.what.startswith("drafts with --exact --original MODEL; ")
+    with json_in(head / FACTS) as facts:
+        facts["source"] = 5
+    assert doctor(head).folder == (found,)
 
 
 def test_bench_settings_are_checked_as_of_fits(shared, prompts):

@@ -109,11 +109,11 @@ def _find_head(name: str, path: Path) -> Finding:
     try:
         head = open_head(name, path)
         read_header(path / WEIGHTS)
-        if head.source and Path(head.source).exists():
+        if head.has_model or (head.source and Path(head.source).exists()):
             open_answerer(name, exact=True)
     except TwellError as error:
         return Finding("draft head", "bad", str(error))
-    what = "this model" if head.source == path else head.source
+    what = "this model" if head.has_model else head.source
     how = f"for {what} with --exact" if what else "with --exact --original MODEL"
     size = (path / WEIGHTS).stat().st_size / 1e6
     return Finding("draft head", "ok", f"drafts {how}; {size:.3g} MB")

@@ -31,9 +31,15 @@ class HeadFolder:
     facts: dict[str, Any]
 
     @property
-    def source(self) -> str | Path | None:
-        """The model that it drafts for: the one in its folder, else a hub id."""
-        return self.path if _has_model(self.path) else self.facts.get("source")
+    def has_model(self) -> bool:
+        """Whether the model that it drafts for lies in the same folder."""
+        return _has_model(self.path)
+
+    @property
+    def source(self) -> str | None:
+        """The hub id of that model; None: `FACTS` says none."""
+        source = self.facts.get("source")
+        return source if isinstance(source, str) else None
 
 
 def is_head(folder: Path) -> bool:
@@ -101,7 +107,8 @@ def load_head(folder: HeadFolder, model: "PreTrainedModel", original: str) -> "D
 
     from twellctl.heads.head import DraftHead, HeadSizes
 
-    if folder.facts.get("norm") != norm_of(model):
+    norm = norm_of(model)
+    if norm is None or folder.facts.get("norm") != norm:
         raise TwellError(f"{folder.name} was trained for another model than {original}")
     try:
         head = DraftHead(HeadSizes(**folder.facts["sizes"]))
@@ -112,7 +119,11 @@ def load_head(folder: HeadFolder, model: "PreTrainedModel", original: str) -> "D
     return head.requires_grad_(False).eval().to(model.dtype)
 
 
-def norm_of(model: "PreTrainedModel") -> str:
-    """A digest of the weight of the last norm, by which a model is known, whatever dtype it has."""
-    weight = model.base_model.norm.weight.detach().bfloat16().float().cpu()
+def norm_of(model: "PreTrainedModel") -> str | None:
+    """A digest of the weight of the last norm, by which a model is known, whatever dtype it has;
+    None of a model that has no such weight, for which there is no head."""
+    weight = getattr(getattr(model.base_model, "norm", None), "weight", None)
+    if weight is None:
+        return None
+    weight = weight.detach().bfloat16().float().cpu()
     return hashlib.sha256(weight.numpy().tobytes()).hexdigest()

@@ -70,23 +70,27 @@ def open_answerer(
 
 
 def _with_head(head: HeadFolder, original: str | Path | None) -> Answerer:
-    source = original or head.source
-    if not isinstance(source, str | Path):
+    found = _original_of(head) if original is None else open_checkpoint(original)
+    found.require_unquantised()
+    _refuse_other(head, found)
+    return Answerer(found, found, head)
+
+
+def _original_of(head: HeadFolder) -> Checkpoint:
+    """The model in its folder, else the one that it names."""
+    if head.has_model:
+        return checkpoint_in(head.name, head.path)
+    if head.source is None:
         raise TwellError(
             f"{head.name} does not say for which model it drafts: name that with --original MODEL"
         )
     try:
-        found = open_checkpoint(source)
+        return open_checkpoint(head.source)
     except TwellError as error:
-        if original is not None:
-            raise
         raise TwellError(
             f"the model that {head.name} drafts for cannot be taken ({error}): name it with "
             "--original MODEL"
         ) from error
-    found.require_unquantised()
-    _refuse_other(head, found)
-    return Answerer(found, found, head)
 
 
 def _refuse_other(head: HeadFolder, original: Checkpoint) -> None:
