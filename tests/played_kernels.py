@@ -150,21 +150,26 @@ def attend(kernels, plan, layer, qkv, positions, tables, rotary, workspace) -> T
     return torch.stack(tokens)
 
 
+def floats_of(weight, dtype: torch.dtype) -> Tensor:
+    if not weight.is_rounded:
+        return weight.values
+    return (weight.values.float() * weight.scales).to(dtype)
+
+
 def linear(kernels, limits, x, weight, *, residual=None, **how) -> Tensor:
     assert len(x) <= FEW_TOKENS
-    values = weight.values
-    if weight.is_rounded:
-        values = (values.float() * weight.scales).to(x.dtype)
-    y = F.linear(x, values, weight.bias)
+    y = F.linear(x, floats_of(weight, x.dtype), weight.bias)
     return y if residual is None else residual + y
 
 
 def gated(kernels, limits, x, ffn, *, overlap, counts=None, is_silu=False) -> Tensor:
-    gate = F.linear(x, ffn.gate.values, ffn.gate.bias)
+    gate, up = (
+        F.linear(x, floats_of(weight, x.dtype), weight.bias) for weight in (ffn.gate, ffn.up)
+    )
     if counts is not None:
         counts += (gate > 0).sum(-1)
     act = F.silu if is_silu else F.relu
-    return act(gate) * F.linear(x, ffn.up.values, ffn.up.bias)
+    return act(gate) * up
 
 
 def played(way: Way) -> Way:

@@ -1,7 +1,10 @@
 """Stable decoding and drafts over kernels with plain PyTorch in their place, on a CPU."""
 
+import gc
+import weakref
+
 import pytest
-from draft_heads import random_head, rounded_head
+from draft_heads import random_head, rounded, rounded_head
 from exact_pairs import like_a_fit
 from greedy import run_all
 from played_kernels import SIZES, Kernels, stand_in
@@ -51,10 +54,18 @@ def test_a_fit_drafts_for_its_original(
         assert layer.self_attn.o_proj.weight is other.self_attn.o_proj.weight
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_draft_head_guesses_the_same_over_kernels(tiny, generated, prompts, monkeypatch, family):
-    """As in plain PyTorch, which has no cache of the head; the tokens are the model's."""
-    model = tiny(family, **SIZES, intermediate_size=128, hidden_act="silu")
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("qwen3", {}), ("qwen2", {"hidden_size": 128, "head_dim": 32})],
+)
+def test_a_draft_head_guesses_the_same_over_kernels(
+    tiny, generated, prompts, monkeypatch, family, changes
+):
+    """As in plain PyTorch, which has no cache of the head; the tokens are the model's. All of a
+    hidden size of 128 is rounded."""
+    model = tiny(family, **SIZES | changes, intermediate_size=128, hidden_act="silu")
+    lm_head = model.lm_head.weight
+    lm_head.data = rounded(lm_head, model.config.hidden_size)
     head = rounded_head(random_head(model, 300))  # as kernels round it
     known = [generated(model, prompt, 12) for prompt in prompts]
     drafts: dict[type, list] = {}
@@ -75,6 +86,18 @@ def test_a_draft_head_guesses_the_same_over_kernels(tiny, generated, prompts, mo
         for prompt, tokens in zip(prompts, known, strict=True):
             assert run_all(scheduler, [prompt], Sampling(12, 0))[0] == [tokens]
     assert drafts[KernelDecoder] == drafts[TorchDecoder]
+
+
+def test_weights_of_a_head_are_not_kept_on_the_host(tiny, monkeypatch):
+    monkeypatch.setattr(KernelDecoder, "why_not", staticmethod(lambda model: None))
+    model = tiny(**SIZES, intermediate_size=128, hidden_act="silu")
+    head = random_head(model)
+    left = weakref.ref(head)
+    scheduler = open_scheduler(model, draft=head)
+    del head
+    gc.collect()
+    assert left() is None
+    assert run_all(scheduler, [[1, 2, 3]], Sampling(4, 0))[0]
 
 
 @pytest.mark.parametrize(("num_rows", "num_drafts"), [(3, 7), (5, 3), (16, 1), (17, 0)])

@@ -162,12 +162,13 @@ class KernelDecoder:
 
     def open_head(self, head: DraftHead) -> KernelHead:
         """For passes of `head` over what the last layer caches."""
+        eps = head.sizes.eps  # `over` keeps no weights on the host
 
         def over(positions: Tensor, tables: Tensor) -> LayerPass:
             tables = self._of_a_width(tables)
             plan = self._attend_plan(1, 1, tables.shape[1])
             given = self.kernels, self._limits, plan, positions, tables
-            return LayerPass(*given, self._rotary[-1], self._workspace, head.sizes.eps)
+            return LayerPass(*given, self._rotary[-1], self._workspace, eps)
 
         last = self._layers[-1].attend
         return KernelHead(
