@@ -21,8 +21,8 @@ from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.step_end import Record, StepEnd
 from twellctl.decoding.weighing import Weights
 from twellctl.heads.head import DraftHead
+from twellctl.heads.settings import MOST_AHEAD
 
-MOST_HEAD_DRAFTS = 7  # with the row's input they are an octet
 _MOST_READ = 1 + MOST_LOOKED_UP  # tokens of a row, in rounds with drafts of whomever
 _NOWHERE = -2  # no position
 
@@ -59,7 +59,7 @@ class HeadDrafter:
     """A `Drafter` (rounds.py): what `head` guesses of the model that `decoder` drives."""
 
     name = "head"
-    most_drafts = MOST_HEAD_DRAFTS
+    most_drafts = MOST_AHEAD
     max_rows: int | None = 1
 
     def __init__(self, head: DraftHead, decoder: HeadDecoder):

@@ -87,11 +87,11 @@ def open_schedulers(
     Layers of a model that was loaded packed are expanded, unless the decoder takes codes alone.
 
     `draft`: a model with the attention of `model`, a fit of it, that drafts (drafting.py), or a
-    draft head of it (head_drafter.py); the
-    tokens are those of `model`, stably. What the text repeats is drafted, too (lookup.py).
-    `drafts`: those of each round, None: what pays. `draft_alone`: a second scheduler continues
-    sequences of a `draft` that is a model, by the same decoder and in the same cache. `TwellError`
-    for models that no decoder can drive so.
+    draft head of it (head_drafter.py); the tokens are those of `model`, stably, by a decoder that
+    is chosen here. What the text repeats is drafted, too (lookup.py). `drafts`: those of each
+    round, None: what pays. `draft_alone`: a second scheduler continues sequences of a `draft` that
+    is a model, by the same decoder and in the same cache. `TwellError` for models that no decoder
+    can drive so.
     """
     decoders: list[Decoder] = [] if decoder is None else [decoder]
     if isinstance(draft, DraftHead):

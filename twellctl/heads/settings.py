@@ -8,7 +8,7 @@ from twellctl.settings import setting
 
 # called with (steps done, of how many, the loss, seconds left; None: not known yet)
 Progress: TypeAlias = Callable[[int, int, float, float | None], None]
-MOST_AHEAD = 7  # drafts of a round, at most (decoding/drafting.py)
+MOST_AHEAD = 7  # drafts of a round, at most: with the row's input they are an octet
 HELD_OUT = 20  # 1 of so many windows is held out
 
 

@@ -1,4 +1,5 @@
-"""Windows of the text that `--data` names: most to learn from, some held out, of other texts."""
+"""Windows of the text that `--data` names: most to learn from, some held out, of other texts
+or pieces of them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
