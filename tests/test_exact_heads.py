@@ -268,6 +268,7 @@ def test_a_head_whose_original_is_not_found(head):
         ({"hidden_size": 128, "head_dim": 32}, "hidden_size 128"),
         ({"num_key_value_heads": 4}, "num_key_value_heads 4"),
         ({"vocab_size": 200}, "vocab_size 200"),
+        ({"hidden_act": "relu"}, "hidden_act relu"),
     ],
 )
 def test_another_original_is_refused_before_it_is_loaded(

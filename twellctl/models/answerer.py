@@ -94,13 +94,15 @@ def _original_of(head: HeadFolder) -> Checkpoint:
 
 
 def _refuse_other(head: HeadFolder, original: Checkpoint) -> None:
-    """`TwellError` for a model of other sizes than those of the model that `head` is of."""
+    """`TwellError` for a model of other sizes, or another activation, than the one of `head`."""
     sizes, config = head.facts["sizes"], original.config
     given = {key: config[key] for key in _SIZES if isinstance(config.get(key), int)}
     others = [f"{key} {size}" for key, size in given.items() if sizes.get(_SIZES[key]) != size]
     vocabulary, known = config.get("vocab_size"), sizes.get("V")
     if not isinstance(known, int) or (isinstance(vocabulary, int) and known > vocabulary):
         others.append(f"vocab_size {vocabulary}")
+    if not original.is_silu:  # a fit has the norms of its original, for which the head may be
+        others.append(f"{original.activation_key} {original.activation}")
     if others:
         raise TwellError(
             f"{head.name} was trained for another model than {original.name}, which has "
