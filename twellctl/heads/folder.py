@@ -102,6 +102,7 @@ def load_head(folder: HeadFolder, model: "PreTrainedModel", original: str) -> "D
 
     `TwellError` for one that was trained for another model, and for weights that do not fit.
     """
+    import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -111,12 +112,14 @@ def load_head(folder: HeadFolder, model: "PreTrainedModel", original: str) -> "D
     if norm is None or folder.facts.get("norm") != norm:
         raise TwellError(f"{folder.name} was trained for another model than {original}")
     try:
-        head = DraftHead(HeadSizes(**folder.facts["sizes"]))
+        with torch.device("meta"):  # else random weights are drawn, for seconds
+            head = DraftHead(HeadSizes(**folder.facts["sizes"]))
+        head = head.to(model.dtype).to_empty(device="cpu")
         head.load_state_dict(load_file(folder.path / WEIGHTS))
     except (TypeError, RuntimeError, OSError, SafetensorError) as error:
         said = reason(error)
         raise TwellError(f"{folder.name} cannot be loaded ({said}): train it again") from error
-    return head.requires_grad_(False).eval().to(model.dtype)
+    return head.requires_grad_(False).eval()
 
 
 def norm_of(model: "PreTrainedModel") -> str | None:
