@@ -112,6 +112,7 @@ class HistoryDrafter:
     """Proposes what a `HistoryDecoder` writes, but for every `wrong`-th position of a sequence."""
 
     name = "history"
+    stand = ()
 
     def __init__(self, decoder: HistoryDecoder, num_drafts: int, wrong: int):
         self.decoder, self.most_drafts, self.wrong = decoder, num_drafts, wrong

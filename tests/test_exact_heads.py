@@ -21,7 +21,7 @@ from twellctl.decoding.rounds import Drafts
 from twellctl.doctor import doctor
 from twellctl.errors import TwellError
 from twellctl.generate import load
-from twellctl.heads.folder import FACTS, WEIGHTS
+from twellctl.heads.folder import FACTS, WEIGHTS, WITHIN
 from twellctl.models.answerer import open_answerer
 from twellctl.serve_local import load_served_model, serve_local
 from twellctl.write import write
@@ -225,9 +225,8 @@ def test_a_head_is_no_original_of_a_fit(shared, silu_llama, text_file, tmp_path_
 def test_a_head_in_the_folder_of_its_model(shared, silu_llama, answers, tmp_path):
     """The model answers by itself, and with --exact, wherever the folder goes."""
     both = shutil.copytree(silu_llama, tmp_path / "both")
-    for name in (FACTS, WEIGHTS):
-        shutil.copyfile(shared / name, both / name)
-    with json_in(both / FACTS) as facts:
+    shutil.copytree(shared, both / WITHIN)
+    with json_in(both / WITHIN / FACTS) as facts:
         facts["source"] = str(tmp_path / "gone")
     prompt, how = PROMPTS[0], {"max_tokens": 20, "temperature": 0}
     alone = load(both, stable=True).generate(prompt, **how)
@@ -243,7 +242,7 @@ def test_a_head_in_the_folder_of_its_model(shared, silu_llama, answers, tmp_path
 def test_a_head_and_its_model_on_the_hub(shared, silu_llama, tmp_path, monkeypatch):
     """Both go by their id, not by where the hub's cache has them."""
     both = shutil.copytree(silu_llama, tmp_path / "both")
-    shutil.copytree(shared, both, dirs_exist_ok=True)
+    shutil.copytree(shared, both / WITHIN)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: both)
     answerer = open_answerer("owner/model", exact=True)
     assert answerer.named.name == answerer.answering.name == "owner/model"

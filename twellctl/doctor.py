@@ -8,7 +8,7 @@ from pathlib import Path
 from twellctl.bundle.twell_config import least_sharpness
 from twellctl.errors import TwellError, first_line
 from twellctl.files.strict_json import read_json
-from twellctl.heads.folder import WEIGHTS, is_head, is_head_alone, open_head
+from twellctl.heads.folder import WEIGHTS, WITHIN, is_head, open_head
 from twellctl.here.kernels import (
     find_cache,
     find_kernels,
@@ -85,7 +85,7 @@ def _works(libraries: Finding, gpu: Finding, kernels: Finding, variables: Findin
 def _find_folder(model: str | Path) -> tuple[Finding, ...]:
     try:
         name, path = located(model)
-        if is_head_alone(path):
+        if is_head(path):
             return (_find_head(name, path),)
         checkpoint = checkpoint_in(name, path)
     except TwellError as error:
@@ -100,20 +100,22 @@ def _find_folder(model: str | Path) -> tuple[Finding, ...]:
     )
     plans = find_plans(ffn.hidden_size, ffn.intermediate_size, ffn.num_layers)
     found = Finding("checkpoint", "ok", what), _find_bundle(checkpoint), plans
-    head = (_find_head(name, path),) if is_head(path) else ()
+    within = path / WITHIN
+    head = (_find_head(name, within, "this model"),) if is_head(within) else ()
     return (*found, *head, *_find_original(checkpoint))
 
 
-def _find_head(name: str, path: Path) -> Finding:
-    """Whether a draft head is whole, and of the sizes of its original, if that lies here."""
+def _find_head(name: str, path: Path, drafts_for: str | None = None) -> Finding:
+    """Whether the draft head in `path` is whole, and of the sizes of its original, if that lies
+    here; `name`: of what --exact takes."""
     try:
         head = open_head(name, path)
         read_header(path / WEIGHTS)
-        if head.has_model or (head.source and Path(head.source).exists()):
+        if drafts_for or (head.source and Path(head.source).exists()):
             open_answerer(name, exact=True)
     except TwellError as error:
         return Finding("draft head", "bad", str(error))
-    what = "this model" if head.has_model else head.source
+    what = drafts_for or head.source
     how = f"for {what} with --exact" if what else "with --exact --original MODEL"
     size = (path / WEIGHTS).stat().st_size / 1e6
     return Finding("draft head", "ok", f"drafts {how}; {size:.3g} MB")

@@ -7,6 +7,7 @@ import torch
 from draft_heads import guessed, random_head
 from scheduled import all_of, assert_nothing_is_held, tokens_of
 
+from twellctl.decoding.batch import Batch
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.head_drafter import HeadDrafter
 from twellctl.decoding.opening import open_scheduler, open_schedulers
@@ -70,6 +71,28 @@ def test_drafts_are_what_the_head_guesses(model, prompts, drafted, num_tokens):
                 assert found[0, :count].tolist() == wanted
                 checked += 1
         assert checked > 3
+
+
+def test_a_rehearsal_changes_no_draft(model, prompts, drafted, monkeypatch):
+    """As before each capture of a CUDA graph: a round that is taken back."""
+    prepared = Batch._prepared
+
+    def rehearsed(self, *key):
+        run = prepared(self, *key)
+        return lambda: (self._rehearse(run), run())
+
+    head = random_head(model)
+    scheduler = open_scheduler(model, draft=head, drafts=Drafts(3))
+    known = said(scheduler, [prompts[0]], Sampling(12, 0))
+    drafts = [found for _, found in drafted]
+    drafted.clear()
+    monkeypatch.setattr(Batch, "_prepared", rehearsed)
+    scheduler = open_scheduler(model, draft=head, drafts=Drafts(3))
+    assert said(scheduler, [prompts[0]], Sampling(12, 0)) == known
+    found = [found for _, found in drafted]
+    for first_of in (0, 1):
+        assert len(found[first_of::2]) == len(drafts)
+        assert all(map(torch.equal, drafts, found[first_of::2]))
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)

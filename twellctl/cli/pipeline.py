@@ -32,7 +32,7 @@ from twellctl.files.home import from_home
 from twellctl.files.made_of import RECORD, as_json, contents_of, digest_of, refuse_other
 from twellctl.files.outputs import write_file
 from twellctl.files.strict_json import read_json
-from twellctl.heads.folder import head_files, is_head_alone
+from twellctl.heads.folder import head_files, is_head
 from twellctl.models.carried import model_files
 from twellctl.models.checkpoint import checkpoint_in, located
 from twellctl.models.verdict import Verdict
@@ -284,7 +284,7 @@ def _model_digest(model: str, revision: str | None = None) -> str:
     if model in ("auto", "none"):  # teachers
         return model
     name, path = located(model, revision)
-    if is_head_alone(path):
+    if is_head(path):
         return digest_of(head_files(path))
     return digest_of(model_files(checkpoint_in(name, path)))
 

@@ -276,8 +276,9 @@ class Batch:
 
     def _rehearse(self, run: Callable[[], None]) -> None:
         """A round after which the rows stand where they stood; it caches what the next one will."""
-        written = [] if self._weights is None else [self._weights.written]
-        stand = [self._fields, *written]
+        stand = [self._fields, *(part for drafter in self._drafters for part in drafter.stand)]
+        if self._weights is not None:
+            stand.append(self._weights.written)
         kept = [part.clone() for part in stand]
         run()
         for part, before in zip(stand, kept, strict=True):

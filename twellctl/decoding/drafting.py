@@ -27,6 +27,7 @@ class ModelDrafter:
     name = "fit"
     most_drafts = MOST_DRAFTS
     max_rows: int | None = 1
+    stand: Sequence[Tensor] = ()  # what it reads is cached, and stays
 
     def __init__(self, decoder: Decoder):
         self._decoder = decoder

@@ -69,6 +69,7 @@ class HeadDrafter:
         self._states = decoder.keep_states(_MOST_READ)
         # the positions of the tokens that these are of
         self._read = torch.full((_MOST_READ,), _NOWHERE, dtype=torch.int32, device=device)
+        self.stand: Sequence[Tensor] = (self._states, self._read)
         self._row: list[int] | None = None
         size = 1, decoder.vocab_size  # tokens that it cannot guess keep this
         self._logits = torch.full(size, -torch.inf, dtype=torch.float32, device=device)

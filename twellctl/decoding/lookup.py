@@ -27,6 +27,7 @@ class LookupDrafter:
     name = "lookup"
     most_drafts = MOST_LOOKED_UP
     max_rows: int | None = None
+    stand: Sequence[Tensor] = ()  # tokens behind a position may be anything
 
     def __init__(self, max_rows: int, context: int, device: torch.device):
         self._context = context

@@ -36,6 +36,7 @@ class Drafter(Protocol):
     name: str
     most_drafts: int  # of a row and round
     max_rows: int | None  # of a round with drafts; None: any number
+    stand: Rows[Tensor]  # what the next drafts depend on, and rounds change
 
     def load(self, rows: Rows[list[int]]) -> None:
         """The tokens of each row, set anew; no round is under way. A list that was there before has

@@ -1,6 +1,6 @@
 """The folder of a draft head: its weights, its sizes, and which model it drafts for.
 
-Its two files may also lie in the folder of that model.
+It may lie in the folder of that model, as `WITHIN`: readers of the model do not look there.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from twellctl.heads.head import DraftHead
 
 FACTS, WEIGHTS = "draft_head.json", "draft_head.safetensors"
+WITHIN = "draft_head"
 FORMAT = 1
 
 
@@ -31,28 +32,14 @@ class HeadFolder:
     facts: dict[str, Any]
 
     @property
-    def has_model(self) -> bool:
-        """Whether the model that it drafts for lies in the same folder."""
-        return _has_model(self.path)
-
-    @property
     def source(self) -> str | None:
-        """The hub id of that model; None: `FACTS` says none."""
+        """The hub id of the model that it drafts for; None: `FACTS` says none."""
         source = self.facts.get("source")
         return source if isinstance(source, str) else None
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a head lies there, alone or in the folder of its model."""
     return (folder / FACTS).is_file()
-
-
-def is_head_alone(folder: Path) -> bool:
-    return is_head(folder) and not _has_model(folder)
-
-
-def _has_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
 
 
 def not_ours_in_head(folder: Path) -> str | None:

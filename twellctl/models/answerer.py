@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twellctl.errors import TwellError
-from twellctl.heads.folder import HeadFolder, is_head, load_head, open_head
+from twellctl.heads.folder import WITHIN, HeadFolder, is_head, load_head, open_head
 from twellctl.models.checkpoint import Checkpoint, checkpoint_in, located, open_checkpoint
 from twellctl.models.originals import find_original, load_pair
 
@@ -57,29 +57,31 @@ def open_answerer(
     original: str | Path | None = None,
     revision: str | None = None,
 ) -> Answerer:
-    """`model` by itself; with `exact` its `original`, None: the one that it was made from or for.
+    """`model` by itself; with `exact` its `original`, None: the one that it was made from or for,
+    or the model itself, if a draft head is in its folder.
 
     `TwellError` as in `checkpoint_in` and `find_original`; for a draft head without `exact`, for
     one of another model, as far as its files say, and for one whose original is not found.
     """
     name, path = located(model, revision)
     if exact and is_head(path):
-        return _with_head(open_head(name, path), original)
+        head = open_head(name, path)
+        return _with_head(head, _original_of(head) if original is None else original)
     checkpoint = checkpoint_in(name, path)
+    if exact and is_head(path / WITHIN):
+        return _with_head(open_head(name, path / WITHIN), original or checkpoint)
     return Answerer(checkpoint, find_original(checkpoint, exact, original))
 
 
-def _with_head(head: HeadFolder, original: str | Path | None) -> Answerer:
-    found = _original_of(head) if original is None else open_checkpoint(original)
+def _with_head(head: HeadFolder, original: str | Path | Checkpoint) -> Answerer:
+    found = open_checkpoint(original)
     found.require_unquantised()
     _refuse_other(head, found)
     return Answerer(found, found, head)
 
 
 def _original_of(head: HeadFolder) -> Checkpoint:
-    """The model in its folder, else the one that it names."""
-    if head.has_model:
-        return checkpoint_in(head.name, head.path)
+    """The model that it names."""
     if head.source is None:
         raise TwellError(
             f"{head.name} does not say for which model it drafts: name that with --original MODEL"

@@ -14,7 +14,7 @@ from twellctl.errors import TwellError, UsageError, bounded, encodable, reason, 
 from twellctl.files.home import from_home
 from twellctl.files.strict_json import read_json
 from twellctl.files.workspace import workspace_of
-from twellctl.heads.folder import WEIGHTS, is_head_alone
+from twellctl.heads.folder import WEIGHTS, WITHIN, is_head
 from twellctl.models import checks
 from twellctl.models.defaults import completed, context_of, refuse_wrapped
 from twellctl.models.schemes import INT4, Scheme, scheme_of
@@ -227,7 +227,7 @@ def checkpoint_in(name: str, path: Path) -> Checkpoint:
     of another version.
     """
     _refuse_adapter(name, path)
-    if is_head_alone(path):
+    if is_head(path):
         raise TwellError(
             f"{name} is a draft head, which answers nothing alone: generate, chat, serve-local and "
             "write take it with --exact, and bench exact as it is"
@@ -324,7 +324,7 @@ def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "model*.safetensors", "*.model", "*.jinja", "*.txt", "*.md"]
-    wanted += ["LICEN[SC]E*", "NOTICE*", f"{ORIGINAL}/*", WEIGHTS]
+    wanted += ["LICEN[SC]E*", "NOTICE*", f"{ORIGINAL}/*", f"{WITHIN}/*", WEIGHTS]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:
