@@ -1,4 +1,4 @@
-"""A second model as the drafter of rounds, over the cache of the model that it drafts for.
+"""How drafts are chosen; a second model as a drafter, over the cache of the model it drafts for.
 
 A sparse fit has the attention of its original. So it reads what the original has cached, and writes
 its own keys and values behind that, where the original's pass overwrites them. It draws with the
@@ -7,7 +7,8 @@ alike, whatever the temperature. It drafts for one sequence at a time: for sever
 original costs each of them little, and drafts never gained.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,40 @@ from twellctl.decoding.weighing import Weights
 MOST_DRAFTS = 7  # with the row's input they are an octet, which the kernels read like one token
 
 
+# From the number of a draft, and the token before it with its position, `[1, 1]` each: to logits
+# `[1, 1, V]`, and how many neurons fired, int32 `[L, 1, 1]`.
+Guess: TypeAlias = Callable[[int, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
+
+
+class DraftEnd:
+    """Chooses the drafts of one row, one after the other, as the model chooses tokens."""
+
+    def __init__(self, decoder: Decoder, neurons: Sequence[int] = (), mapped: int = 0):
+        """`decoder`: of the model; `neurons` and `mapped` (decoder.py): of what drafts."""
+        self._record = Record(neurons, decoder.vocab_size, mapped)
+        self._end = StepEnd(self._record, decoder.kernels, 1, decoder.device)
+
+    def drafts(
+        self,
+        fields: Tensor,
+        count: int,
+        variant: Variant,
+        weights: Weights | None,
+        guess: Guess,
+    ) -> Tensor:
+        """Int32 `[1, count]`; the other arguments are those of `Drafter.draft` (rounds.py)."""
+        fields, variant = fields.clone(), variant._replace(logprobs=False)
+        written = None if weights is None else weights.written.clone()
+        size = count, 1, 1, self._record.width
+        records = torch.empty(size, dtype=torch.int32, device=fields.device)
+        for number, of_draft in enumerate(records):
+            inputs = inputs_of(fields, None)
+            self._end(*guess(number, inputs), inputs, fields, of_draft, variant, weights)
+        if weights is not None:
+            weights.written.copy_(written)
+        return records[:, :, 0, 0].T.clamp(min=0)  # a draft that is no number is none to keep
+
+
 class ModelDrafter:
     """A `Drafter` (rounds.py): what `decoder` writes. It is attached to the cache of the rounds."""
 
@@ -31,8 +66,7 @@ class ModelDrafter:
 
     def __init__(self, decoder: Decoder):
         self._decoder = decoder
-        self._record = Record(decoder.neurons, decoder.vocab_size, decoder.mapped)
-        self._end = StepEnd(self._record, decoder.kernels, 1, decoder.device)
+        self._end = DraftEnd(decoder, decoder.neurons, decoder.mapped)
 
     def load(self, rows: Sequence[list[int]]) -> None:
         """What it knows of them is cached."""
@@ -48,15 +82,7 @@ class ModelDrafter:
         variant: Variant,
         weights: Weights | None,
     ) -> Tensor:
-        fields = fields.clone()
-        written = None if weights is None else weights.written.clone()
-        size = count, fields.shape[1], 1, self._record.width
-        records = torch.empty(size, dtype=torch.int32, device=fields.device)
-        variant = variant._replace(logprobs=False)
-        for of_draft in records:
-            inputs = inputs_of(fields, None)
-            logits, fired = self._decoder.run(*inputs, tables, wanted=Wanted.ROUGH)
-            self._end(logits, fired, inputs, fields, of_draft, variant, weights)
-        if weights is not None:
-            weights.written.copy_(written)
-        return records[:, :, 0, 0].T.clamp(min=0)  # a draft that is no number is none to keep
+        def guess(number: int, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return self._decoder.run(*inputs, tables, wanted=Wanted.ROUGH)
+
+        return self._end.drafts(fields, count, variant, weights, guess)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.drafting import DraftEnd
 from twellctl.decoding.lookup import MOST_LOOKED_UP
-from twellctl.decoding.rounds import inputs_of
 from twellctl.decoding.sampler import Field, Variant
-from twellctl.decoding.step_end import Record, StepEnd
 from twellctl.decoding.weighing import Weights
 from twellctl.heads.head import DraftHead
 from twellctl.heads.settings import MOST_AHEAD
@@ -73,9 +72,8 @@ class HeadDrafter:
         self._row: list[int] | None = None
         size = 1, decoder.vocab_size  # tokens that it cannot guess keep this
         self._logits = torch.full(size, -torch.inf, dtype=torch.float32, device=device)
-        self._record = Record((), decoder.vocab_size)
         self._none_fired = torch.zeros(0, 1, 1, dtype=torch.int32, device=device)
-        self._end = StepEnd(self._record, decoder.kernels, 1, device)
+        self._end = DraftEnd(decoder)
 
     def load(self, rows: Sequence[list[int]]) -> None:
         if rows and rows[0] is not self._row:  # a prompt was read, whose last token got logits
@@ -96,21 +94,15 @@ class HeadDrafter:
         variant: Variant,
         weights: Weights | None,
     ) -> Tensor:
-        fields, variant = fields.clone(), variant._replace(logprobs=False)
-        written = None if weights is None else weights.written.clone()
         position = fields[Field.POSITION]
         before = (self._read == position - 1).int().argmax(0, keepdim=True)
         states = self._states.index_select(0, before)
-        self._guess.begin(tables, position.clone(), count)
-        size = count, 1, 1, self._record.width
-        records = torch.empty(size, dtype=torch.int32, device=fields.device)
-        for number, of_draft in enumerate(records):
-            inputs = inputs_of(fields, None)
-            token = fields[Field.TOKEN].clamp(min=0)
-            states, found = self._guess(number, token, fields[Field.POSITION], states)
-            logits = self._logits.index_copy_(1, self._tokens, found)
-            given = logits[:, None], self._none_fired, inputs, fields, of_draft
-            self._end(*given, variant, weights)
-        if weights is not None:
-            weights.written.copy_(written)
-        return records[:, :, 0, 0].T.clamp(min=0)
+        self._guess.begin(tables, position, count)
+
+        def guess(number: int, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            nonlocal states
+            token, at = inputs[0][:, 0].clamp(min=0), inputs[1][:, 0]
+            states, found = self._guess(number, token, at, states)
+            return self._logits.index_copy_(1, self._tokens, found)[:, None], self._none_fired
+
+        return self._end.drafts(fields, count, variant, weights, guess)
