@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("no_answers")
 @pytest.fixture(autouse=True)
 def drafts(monkeypatch):
     """Rounds have drafts, whether they pay or not."""
-    monkeypatch.setattr("twellctl.decoding.tally.Pace", lambda fixed: Pace(Drafts(4)))
+    monkeypatch.setattr("twellctl.decoding.tally.Pace", lambda *given: Pace(Drafts(4)))
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ in_checkout = pytest.mark.skipif(not CI.is_dir(), reason="no checkout around the
 @pytest.fixture(autouse=True)
 def drafts(monkeypatch):
     """Rounds have drafts, whether they pay or not."""
-    monkeypatch.setattr("twellctl.decoding.tally.Pace", lambda fixed: Pace(Drafts(4)))
+    monkeypatch.setattr("twellctl.decoding.tally.Pace", lambda *given: Pace(Drafts(4)))
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def test_the_original_is_whole_and_what_is_equal_lies_once(exports, silu_llama, 
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_exact_answers_need_no_other_folder(exports, silu_llama, name, tmp_path, monkeypatch):
-    monkeypatch.setattr("twellctl.decoding.tally.Pace", lambda fixed: Pace(Drafts(4)))
+    monkeypatch.setattr("twellctl.decoding.tally.Pace", lambda *given: Pace(Drafts(4)))
     known = load(silu_llama, stable=True)
     moved = shutil.copytree(exports[name], tmp_path / "elsewhere")
     loaded = load(moved, exact=True)

@@ -149,7 +149,9 @@ class Scheduler:
         if guided and not self._mask(rows):
             return
         num_pages = max(len(sequence.pages) for sequence in rows)
-        drafts = self.tally.choose(rows, [] if guided else self._batch.most_drafts)
+        under_way = self._under_way and self._under_way[0]
+        most = [] if guided else self._batch.most_drafts
+        drafts = self.tally.choose(rows, most, under_way)
         failure = None
         try:
             launched = self._batch.launch(num_pages, self._variant, drafts)

@@ -4,16 +4,15 @@ import functools
 import itertools
 import operator
 import random
-from collections import defaultdict
 from collections.abc import Sequence as Tokens
 from typing import Any
 
 import numpy as np
 
 from twellctl.bundle.twell_spec import PAGE
+from twellctl.decoding.chances import Standing
 from twellctl.decoding.engine import EngineError, Sampling
 from twellctl.decoding.lookup import Repeats
-from twellctl.decoding.pace import Agreement
 from twellctl.decoding.rounds import NO_TOKEN
 from twellctl.decoding.sampler import Field, Variant, fields_of, variant_of
 from twellctl.decoding.weighing import Penalised
@@ -39,8 +38,7 @@ class Sequence:
         self.pages: list[int] = []
         self.cached = 0  # of the prompt, while it is being read
         self.launched = 0
-        # of its drafts with the model, by who drafted
-        self.agreements: dict[int, Agreement] = defaultdict(Agreement)
+        self.standing = Standing()  # with those who draft
         self.repeats: Repeats | None = None  # for who drafts what is repeated
         self.gone = False  # ended, failed, or nobody waits any more
 

@@ -18,13 +18,17 @@ class Tally:
     def __init__(self, drafters: Rows[Drafter], fixed: Drafts | None):
         self.names = tuple(drafter.name for drafter in drafters)
         self.drafted = Drafted()
-        self._pace = Pace(fixed)
         looking = (i for i, each in enumerate(drafters) if isinstance(each, LookupDrafter))
         self._lookup = next(looking, None)
+        self._pace = Pace(fixed, self._lookup)
 
-    def choose(self, rows: Rows[Sequence], most: Rows[int]) -> Drafts:
-        """For a round of `rows`, up to `most` of each drafter; none: no drafts."""
-        return self._pace.choose([sequence.agreements for sequence in rows], most)
+    def choose(
+        self, rows: Rows[Sequence], most: Rows[int], under_way: Round | None = None
+    ) -> Drafts:
+        """For a round of `rows`, up to `most` of each drafter; none: no drafts. `under_way`: the
+        round before it, if it was not read yet."""
+        drafts = None if under_way is None else under_way.drafts
+        return self._pace.choose([sequence.standing for sequence in rows], most, drafts)
 
     def count(
         self, launched: Round, records: np.ndarray, rows: Rows[Sequence]
@@ -43,7 +47,7 @@ class Tally:
             return None
         read = sequence.num_drafts(drafts.num)
         if drafts.drafter != self._lookup:
-            self._pace.agreed(sequence.agreements, drafts.drafter, read, kept)
+            self._pace.agreed(sequence.standing, drafts.drafter, read, kept)
         self.drafted.passes += 1
         if not read:
             return None
@@ -58,5 +62,4 @@ class Tally:
         if sequence.repeats is None:
             sequence.repeats = Repeats(sequence.tokens[:before])
         for token in sequence.tokens[before:]:
-            told = sequence.repeats.add(token)
-            self._pace.agreed(sequence.agreements, self._lookup, 1, int(told))
+            self._pace.told(sequence.standing, sequence.repeats.add(token))
