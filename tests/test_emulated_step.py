@@ -21,7 +21,6 @@ def case(*sizes, blocks: int = 100, form: str = "sparse", **how) -> tuple:
 ALL_OF_IT = {"biases": True, "head_norms": True}
 CASES = {
     "plain": case(1536, 128, 12, 3, 776, 2, 70, gate_mean=-1.5),
-    "all at once": case(2048, 64, 32, 8, 1448, 1, 200, **ALL_OF_IT, mapped=401, seed=3, blocks=132),
     "first token, nothing fires": case(
         1536, 128, 12, 2, 392, 1, 0, gate_mean=-9, seed=6, blocks=97
     ),
@@ -31,7 +30,6 @@ CASES = {
         **{"gate_mean": -1.5, "biases": True, "mapped": 201, "missed": -0.4, "form": "screened"},
     ),
     # slices of an odd number of groups
-    "e4m3, 1536": case(1536, 128, 12, 12, 976, 1, 70, gate_mean=-1.5, mapped=201, kind="e4m3"),
     # two and three groups of neurons of a block, and a map between two
     "int4": case(
         1536, 128, 12, 3, 4680, 1, 70, **ALL_OF_IT, gate_mean=-1.0, mapped=201, kind="int4"
@@ -41,6 +39,8 @@ CASES = {
     ),
 }
 MORE = {
+    "all at once": case(2048, 64, 32, 8, 1448, 1, 200, **ALL_OF_IT, mapped=401, seed=3, blocks=132),
+    "e4m3, 1536": case(1536, 128, 12, 12, 976, 1, 70, gate_mean=-1.5, mapped=201, kind="e4m3"),
     "heads of 256": case(
         3072, 256, 12, 2, 392, 1, 330, head_norms=True, gate_mean=-1.5, seed=5, blocks=98
     ),

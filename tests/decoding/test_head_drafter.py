@@ -52,8 +52,9 @@ def drafted(monkeypatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return rounds
 
 
-@pytest.mark.parametrize("reads_late", [False, True], indirect=True)
-@pytest.mark.parametrize("num_tokens", [None, 100])
+@pytest.mark.parametrize(
+    ("reads_late", "num_tokens"), [(False, None), (True, 100)], indirect=["reads_late"]
+)
 @pytest.mark.usefixtures("reads_late")
 def test_drafts_are_what_the_head_guesses(model, prompts, drafted, num_tokens):
     """Of every round, those of the first behind a prompt and behind others too."""
