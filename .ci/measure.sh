@@ -56,7 +56,7 @@ step run "$out/run/exported" "${twellctl[@]}" run "$out/run.yaml"
 step four_eval "$out/four.json" "${twellctl[@]}" eval "$four" --reference "$model" --tasks "$tasks" --run-code \
   --json "$out/four.json"
 step decode "$out/decode.json" "${twellctl[@]}" bench decode "$out/run/exported" --data "$heldout" --batch 1 \
-  --json "$out/decode.json"
+  --device "$device" --json "$out/decode.json"
 mkdir -p "$out"/run/{four,head}
 cp "$out"/{exact,exact_four,four,decode}.json "$out/run/" 2>/dev/null
 for draft in four head; do

@@ -15,3 +15,9 @@ HOPPER = [pytest.mark.gpu, on_hopper]
 def whole(*shape: int, most: int = 1) -> Tensor:
     """Whole numbers of -most to most, bf16."""
     return torch.randint(-most, most + 1, shape, device="cuda").bfloat16()
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    """Drawn token ids below 1000, the same each time."""
+    torch.manual_seed(1)
+    return [torch.randint(1, 1000, (length,)).tolist() for length in lengths]

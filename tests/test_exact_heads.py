@@ -237,6 +237,9 @@ def test_a_head_in_the_folder_of_its_model(shared, silu_llama, answers, tmp_path
     found = {finding.name: finding for finding in doctor(both).folder}
     assert found["checkpoint"].state == found["draft head"].state == "ok"
     assert found["draft head"].what.startswith("drafts for this model with --exact")
+    served = load_served_model(open_answerer(both, exact=True), max_running=1)
+    served.engine.close()
+    assert served.name == "both"
 
 
 def test_a_head_and_its_model_on_the_hub(shared, silu_llama, tmp_path, monkeypatch):

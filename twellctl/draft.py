@@ -31,7 +31,7 @@ Doing = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Drafted(Shown):
+class TrainedHead(Shown):
     """What `draft` wrote: a head of `num_parameters`, trained on so many `tokens` of text, read
     `passes` times in so many `steps` and `seconds`; `loss` is the last one's, `kept` is of held-out
     text. `source`: the hub id of the model, which the head names; None for a local folder."""
@@ -57,7 +57,7 @@ def draft(
     doing: Doing = lambda text: None,
     progress: Progress = lambda done, total, loss, left: None,
     **settings: Any,
-) -> Drafted:
+) -> TrainedHead:
     """Train a draft head for `model` (a folder or hub id), and write it to the folder `out`.
 
     `settings` are the fields of `HeadTraining`; `data` must be given. `progress` is called with
@@ -88,7 +88,7 @@ def _trained(
     text: tuple["Tensor", "Tensor"],
     doing: Doing,
     progress: Progress,
-) -> Drafted:
+) -> TrainedHead:
     """Train on the first part of `text`, judge on the other, and write the head into `stage`."""
     import torch
 
@@ -108,7 +108,7 @@ def _trained(
             kept = kept_drafts(trained.head, original, held_out, windows_at_once(training))
     except torch.OutOfMemoryError as error:
         raise TwellError("out of GPU memory: give fewer --step-tokens") from error
-    done = Drafted(
+    done = TrainedHead(
         out=out,
         source=checkpoint.hub_id,
         num_parameters=sum(part.numel() for part in trained.head.parameters()),
@@ -124,7 +124,7 @@ def _trained(
     return done
 
 
-def _facts(training: HeadTraining, done: Drafted) -> dict[str, Any]:
+def _facts(training: HeadTraining, done: TrainedHead) -> dict[str, Any]:
     """What is told of a head: no path of this machine."""
     settings = dataclasses.asdict(training)
     texts = [digest_of(text_files([path])) for path in settings.pop("data")]

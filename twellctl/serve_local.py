@@ -17,6 +17,7 @@ from aiohttp import web
 
 from twellctl.decoding.engine import SCREENED, check_gates
 from twellctl.errors import TwellError, UsageError, encodable
+from twellctl.files.home import from_home
 from twellctl.models.answerer import Answerer, load_models, open_answerer
 from twellctl.serving.access import Access, is_address, is_loopback
 from twellctl.serving.http_errors import aiohttp_log
@@ -65,9 +66,9 @@ def serve_local(
     `chat_template_kwargs` in all requests. With `own_sampling`, temperature and the like default to
     generation_config.json. `gates`, `stable`, `exact` and `original` are as in
     `twellctl.generate.load`; with `exact` a fit is served alone, too, under each name with "-fast"
-    behind it. Once the server takes requests, `on_ready` is called with what is
-    served and the URL, which ends in the port. `log` receives one line per answered request. Port 0
-    takes a free one. Signals work only in the main thread.
+    behind it. Once the server takes requests, `on_ready` is called with what is served and the URL,
+    which ends in the port. `log` receives one line per answered request. Port 0 takes a free one.
+    Signals work only in the main thread.
     """
     how = chosen(Serving, settings)
     access = access_of(how.host, api_key, allow_hosts)
@@ -168,8 +169,9 @@ def load_served_model(
 
 def _served_name(answerer: Answerer) -> str:
     """The folder's name; a hub id as it is."""
-    named = answerer.named
-    return named.path.resolve().name if Path(named.name).exists() else named.name
+    name = answerer.named.name
+    folder = from_home(name)
+    return folder.resolve().name if folder.exists() else name
 
 
 def sampling_of(config: Any) -> dict[str, float]:

@@ -10,7 +10,7 @@ from compiled import EVERY_CASE
 from exact_pairs import like_a_fit
 from scheduled import all_of, assert_nothing_is_held
 
-from twellctl.decoding.drafting import MOST_DRAFTS
+from twellctl.decoding.drafted import MOST_DRAFTS
 from twellctl.decoding.engine import Sampling, Token
 from twellctl.decoding.opening import open_scheduler
 from twellctl.decoding.rounds import Drafts

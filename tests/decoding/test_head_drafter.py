@@ -8,6 +8,7 @@ from draft_heads import guessed, random_head
 from scheduled import all_of, assert_nothing_is_held, tokens_of
 
 from twellctl.decoding.batch import Batch
+from twellctl.decoding.drafted import MOST_DRAFTS
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.head_drafter import HeadDrafter
 from twellctl.decoding.opening import open_scheduler, open_schedulers
@@ -16,7 +17,6 @@ from twellctl.decoding.sampler import Field
 from twellctl.decoding.scheduler import Scheduler
 from twellctl.decoding.sequence import Sequence
 from twellctl.errors import TwellError
-from twellctl.heads.settings import MOST_AHEAD
 
 SAMPLINGS = {
     "greedy": Sampling(24, 0),
@@ -60,14 +60,14 @@ def test_drafts_are_what_the_head_guesses(model, prompts, drafted, num_tokens):
     """Of every round, those of the first behind a prompt and behind others too."""
     head = random_head(model, num_tokens)
     for prompt in (prompts[0], prompts[3], prompts[4]):
-        scheduler = open_scheduler(model, draft=head, drafts=Drafts(MOST_AHEAD))
+        scheduler = open_scheduler(model, draft=head, drafts=Drafts(MOST_DRAFTS))
         drafted.clear()
         text = prompt + tokens_of(said(scheduler, [prompt], Sampling(20, 0))[0])
         checked = 0
         for fields, found in drafted:
             token, position, limit = fields[: Field.LIMIT + 1, 0].tolist()
             if position < len(text) and text[position] == token:
-                count = min(MOST_AHEAD, limit - position)
+                count = min(MOST_DRAFTS, limit - position)
                 wanted = guessed(head, model, text[: position + 1], count)
                 assert found[0, :count].tolist() == wanted
                 checked += 1

@@ -11,7 +11,7 @@ from compiled import compiled_whole
 from twellctl.bundle import twell_ffn, twell_launch, twell_reasons
 from twellctl.bundle.twell_launch import KernelSet, kernels_for
 from twellctl.bundle.twell_nvrtc import what_is_missing
-from twellctl.decoding import opening
+from twellctl.decoding import batch, opening
 from twellctl.here.own_kernels import own_kernels
 
 SHARE = opening.GPU_SHARE / int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -64,3 +64,13 @@ def no_fallback(monkeypatch):
 
     for module in (twell_ffn, twell_reasons):
         monkeypatch.setattr(module, "say_once", fail)
+
+
+@pytest.fixture
+def captured_only(monkeypatch):
+    """A test fails if a step is not captured, with which it would pass, too."""
+
+    def fail(reason: str, *rest) -> None:
+        pytest.fail(f"not captured: {reason % rest}")
+
+    monkeypatch.setattr(batch.logger, "warning", fail)

@@ -7,9 +7,9 @@ import torch
 from attached import attached
 from exact_pairs import like_a_fit
 from greedy import run_all
+from on_gpu import prompts_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from twellctl.decoding import batch
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_scheduler, open_schedulers
@@ -18,7 +18,7 @@ from twellctl.decoding.sequence import Sequence
 from twellctl.decoding.torch_decoder import padded
 from twellctl.models.originals import share_equal
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captured_only")]
 LOOKUP = 1  # the second drafter
 MODELS = {
     "qwen2": {"num_key_value_heads": 2, "hidden_act": "silu"},
@@ -65,16 +65,6 @@ def make(name: str):
 @pytest.fixture(params=MODELS)
 def model(request):
     return make(request.param)
-
-
-@pytest.fixture(autouse=True)
-def captured_only(monkeypatch):
-    monkeypatch.setattr(batch.logger, "warning", lambda said, *rest: pytest.fail(said % rest))
-
-
-def prompts_of(*lengths: int) -> list[list[int]]:
-    torch.manual_seed(1)
-    return [torch.randint(1, 1000, (length,)).tolist() for length in lengths]
 
 
 @torch.inference_mode()

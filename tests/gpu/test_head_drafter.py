@@ -4,9 +4,9 @@ import pytest
 import torch
 from draft_heads import random_head, rounded, rounded_head
 from greedy import run_all
+from on_gpu import prompts_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from twellctl.decoding import batch
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.opening import open_scheduler
@@ -15,7 +15,7 @@ from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.torch_decoder import padded
 from twellctl.decoding.torch_head import TorchHead
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("captured_only")]
 MODELS = {
     "qwen2": {"num_attention_heads": 8, "num_key_value_heads": 2},
     "llama": {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1003},
@@ -43,16 +43,6 @@ def model(request):
     torch.manual_seed(0)
     config = AutoConfig.for_model(settings.pop("kind", request.param), **settings)
     return AutoModelForCausalLM.from_config(config).eval().to("cuda", torch.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def captured_only(monkeypatch):
-    monkeypatch.setattr(batch.logger, "warning", lambda said, *rest: pytest.fail(said % rest))
-
-
-def prompts_of(*lengths: int) -> list[list[int]]:
-    torch.manual_seed(1)
-    return [torch.randint(1, 1000, (length,)).tolist() for length in lengths]
 
 
 @torch.inference_mode()

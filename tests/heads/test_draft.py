@@ -7,7 +7,7 @@ import torch
 from edits import contents
 
 import twellctl
-from twellctl.draft import Drafted
+from twellctl.draft import TrainedHead
 from twellctl.errors import TwellError, UsageError
 from twellctl.heads.folder import FACTS, WEIGHTS, load_head, open_head
 from twellctl.heads.kept import KeptDrafts
@@ -48,7 +48,7 @@ def test_the_command_from_text_to_head(success, cli, silu_llama, text_file, tmp_
 
 def test_the_next_command_names_no_original_that_the_head_names(tmp_path, capfd):
     kept = KeptDrafts(9, [0.5], [1.5])
-    done = Drafted(tmp_path / "a head", "owner/model", 1, 2, 3, 4, 5, 6.0, 7.0, kept)
+    done = TrainedHead(tmp_path / "a head", "owner/model", 1, 2, 3, 4, 5, 6.0, 7.0, kept)
     screen.drafted(done, "owner/model")
     said = capfd.readouterr().out
     assert said.endswith(f"next: twellctl serve-local '{tmp_path}/a head' --exact\n")

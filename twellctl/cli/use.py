@@ -70,8 +70,8 @@ Original = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="With --exact: the model that MODEL was made for. [default: what a head or a fit's "
-        "config.json names as source, or the one that export --with-original put into the folder]",
+        help="With --exact: the model that MODEL was made for. [default: the one "
+        "in MODEL's folder (export --with-original), or what MODEL names as its source]",
     ),
 ]
 ApiKey = Annotated[

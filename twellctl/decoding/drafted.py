@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+MOST_DRAFTS = 7  # with the row's input they are an octet, which the kernels read like one token
+
 
 class Draft(NamedTuple):
     """What a token has to do with the drafts of its round."""

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from twellctl.decoding.decoder import Decoder, Wanted
+from twellctl.decoding.drafted import MOST_DRAFTS
 from twellctl.decoding.rounds import inputs_of
 from twellctl.decoding.sampler import Variant
 from twellctl.decoding.step_end import Record, StepEnd
 from twellctl.decoding.weighing import Weights
-
-MOST_DRAFTS = 7  # with the row's input they are an octet, which the kernels read like one token
-
 
 # From the number of a draft, and the token before it with its position, `[1, 1]` each: to logits
 # `[1, 1, V]`, and how many neurons fired, int32 `[L, 1, 1]`.

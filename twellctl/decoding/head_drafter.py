@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.drafted import MOST_DRAFTS
 from twellctl.decoding.drafting import DraftEnd
 from twellctl.decoding.lookup import MOST_LOOKED_UP
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.weighing import Weights
 from twellctl.heads.head import DraftHead
-from twellctl.heads.settings import MOST_AHEAD
 
 _MOST_READ = 1 + MOST_LOOKED_UP  # tokens of a row, in rounds with drafts of whomever
 _NOWHERE = -2  # no position
@@ -58,7 +58,7 @@ class HeadDrafter:
     """A `Drafter` (rounds.py): what `head` guesses of the model that `decoder` drives."""
 
     name = "head"
-    most_drafts = MOST_AHEAD
+    most_drafts = MOST_DRAFTS
     max_rows: int | None = 1
 
     def __init__(self, head: DraftHead, decoder: HeadDecoder):

@@ -76,10 +76,8 @@ class KernelHead:
 
 
 def _layer_of(head: DraftHead, last: AttendLayer) -> DecoderLayer:
-    on, rest = (
-        partial(torch.Tensor.to, device=last.keys.device),
-        (0, head_width(head.sizes.D) - head.sizes.D),
-    )
+    on = partial(torch.Tensor.to, device=last.keys.device)
+    rest = 0, head_width(head.sizes.D) - head.sizes.D
     of_q, of_k = (getattr(norm, "weight", None) for norm in (head.q_norm, head.k_norm))
     attend = AttendLayer(
         last.keys,

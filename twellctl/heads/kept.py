@@ -6,9 +6,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from twellctl.decoding.drafted import MOST_DRAFTS
 from twellctl.heads.head import DraftHead
 from twellctl.heads.original import Original, likeliest
-from twellctl.heads.settings import MOST_AHEAD
 from twellctl.heads.unroll import unroll
 
 
@@ -34,12 +34,12 @@ def kept_drafts(head: DraftHead, original: Original, windows: Tensor, at_once: i
 
 
 def _kept_runs(head: DraftHead, original: Original, ids: Tensor) -> Tensor:
-    """int64 `[B, T]`: how many drafts in a row are kept from each base on, up to `MOST_AHEAD`."""
+    """int64 `[B, T]`: how many drafts in a row are kept from each base on, up to `MOST_DRAFTS`."""
     read, rows = original.read(ids), original.rows_of(head.tokens)
     B, S = ids.shape
     chosen = original.chosen(read.states.flatten(0, 1)).view(B, S)
     kept = []
-    for j, states in enumerate(unroll(head, original, read, MOST_AHEAD)):
+    for j, states in enumerate(unroll(head, original, read, MOST_DRAFTS)):
         best = head.tokens[likeliest(states.flatten(0, 1), rows)].view(states.shape[:2])
         kept.append(best == chosen[:, 1 + j : 1 + j + best.shape[1]])
     return torch.stack(kept, -1).long().cumprod(-1).sum(-1).cpu()
@@ -47,10 +47,10 @@ def _kept_runs(head: DraftHead, original: Original, ids: Tensor) -> Tensor:
 
 def counted_kept(runs: Tensor) -> KeptDrafts:
     """Of how many drafts are kept in a row, int `[H, T]`, from each base of some windows on."""
-    reached = [int((runs >= depth).sum()) for depth in range(MOST_AHEAD + 1)]
+    reached = [int((runs >= depth).sum()) for depth in range(MOST_DRAFTS + 1)]
     by_depth = [kept / before if before else 0.0 for before, kept in pairwise(reached)]
     rows = runs.tolist()
-    a_pass = [_tokens_a_pass(rows, most) for most in range(1, MOST_AHEAD + 1)]
+    a_pass = [_tokens_a_pass(rows, most) for most in range(1, MOST_DRAFTS + 1)]
     return KeptDrafts(runs.numel(), by_depth, a_pass)
 
 

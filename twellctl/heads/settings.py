@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from twellctl.decoding.drafted import MOST_DRAFTS
 from twellctl.settings import setting
 
 # called with (steps done, of how many, the loss, seconds left; None: not known yet)
 Progress: TypeAlias = Callable[[int, int, float, float | None], None]
-MOST_AHEAD = 7  # drafts of a round, at most: with the row's input they are an octet
 HELD_OUT = 20  # 1 of so many windows is held out
 
 
@@ -30,7 +30,7 @@ class HeadTraining:
         4,
         "Steps that the head takes from each token, each from its own state of the step before.",
         at_least=1,
-        at_most=MOST_AHEAD,
+        at_most=MOST_DRAFTS,
     )
     vocabulary: int = setting(
         32_768,

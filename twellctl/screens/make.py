@@ -141,8 +141,8 @@ def drafting(stage: ui.Stage, done: int, total: int, loss: float, left: float | 
 
 
 def drafted(done: Any, model: str) -> None:
-    """A draft head (a `Drafted`) for `model`, what that would keep of its drafts, and what comes
-    next."""
+    """A draft head (a `TrainedHead`) for `model`, what that would keep of its drafts, and what
+    comes next."""
     ui.say(
         f"{done.out}: {done.num_parameters / 1e6:.1f} million parameters, guesses "
         f"{counted(done.vocabulary, 'token')}, trained on {counted(done.tokens, 'token')}, "
