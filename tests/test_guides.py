@@ -42,7 +42,7 @@ SMALL = {
         "eval_blocks": 2,
         "teacher": MODELS[0],
     },
-    "draft": {"tokens": 1200, "seq_len": 32, "passes": 1, "ahead": 2, "step_tokens": 640},
+    "draft": {"tokens": 1200, "seq_len": 32, "epochs": 1, "ahead": 2, "step_tokens": 640},
     "profile": {"windows": 2, "seq_len": 32},
     "eval": {"windows": 2, "seq_len": 32},
     "compare": {"limit": 2, "max_tokens": 8},

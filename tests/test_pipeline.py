@@ -126,7 +126,7 @@ def test_a_draft_head_is_trained_for_the_files_model(pipe, silu_llama, text_file
 model: {model}
 out: {out}
 convert: {{}}
-draft: {{data: {text}, tokens: 2048, seq-len: 32, step-tokens: 512, passes: 1, vocabulary: 300}}
+draft: {{data: {text}, tokens: 2048, seq-len: 32, step-tokens: 512, epochs: 1, vocabulary: 300}}
 """
     code, said, err = pipe(steps)
     made = f"draft: twellctl draft {silu_llama} {out}/head --data={text_file} --tokens=2048"
@@ -143,7 +143,7 @@ draft: {{data: {text}, tokens: 2048, seq-len: 32, step-tokens: 512, passes: 1, v
     assert (code, err[0]) == (0, f"draft: {out}/head is there")
     assert (out / "head" / WEIGHTS).stat().st_mtime_ns == trained
     said = "was made with other settings or inputs (draft): remove it, or name another out"
-    assert pipe(steps.replace("passes: 1", "passes: 2"))[2] == [f"error: {out}/head {said}"]
+    assert pipe(steps.replace("epochs: 1", "epochs: 2"))[2] == [f"error: {out}/head {said}"]
     (out / "head" / WEIGHTS).write_bytes(b"")
     said = "is not what draft made, or damaged: remove it, or name another out"
     assert pipe(steps)[2][-1] == f"error: {out}/head {said}"

@@ -33,7 +33,7 @@ Doing = Callable[[str], None]
 @dataclass(frozen=True)
 class TrainedHead(Shown):
     """What `draft` wrote: a head of `num_parameters`, trained on so many `tokens` of text, read
-    `passes` times in so many `steps` and `seconds`; `loss` is the last one's, `kept` is of held-out
+    `epochs` times in so many `steps` and `seconds`; `loss` is the last one's, `kept` is of held-out
     text. `source`: the hub id of the model, which the head names; None for a local folder."""
 
     out: Path
@@ -41,7 +41,7 @@ class TrainedHead(Shown):
     num_parameters: int
     vocabulary: int
     tokens: int
-    passes: int
+    epochs: int
     steps: int
     loss: float
     seconds: float
@@ -114,7 +114,7 @@ def _trained(
         num_parameters=sum(part.numel() for part in trained.head.parameters()),
         vocabulary=trained.head.sizes.V,
         tokens=windows.numel(),
-        passes=training.passes,
+        epochs=training.epochs,
         steps=trained.steps,
         loss=trained.loss,
         seconds=trained.seconds,

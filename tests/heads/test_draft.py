@@ -17,7 +17,7 @@ from twellctl.models.loading import load_model
 from twellctl.screens import make as screen
 from twellctl.screens import ui
 
-SMALL = {"tokens": 2048, "seq_len": 32, "step_tokens": 256, "passes": 2, "vocabulary": 300}
+SMALL = {"tokens": 2048, "seq_len": 32, "step_tokens": 256, "epochs": 2, "vocabulary": 300}
 WORDS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
 
 
@@ -59,7 +59,7 @@ def test_the_same_call_gives_the_same_weights_and_replaces_its_own(silu_llama, t
     assert (done.steps, done.tokens, done.vocabulary) == (16, 2048, 300)
     assert done.kept.tokens > 0
     assert "tokens a pass" in done._repr_html_()
-    twellctl.draft(silu_llama, tmp_path / "2", data=text_file, **SMALL | {"passes": 1})
+    twellctl.draft(silu_llama, tmp_path / "2", data=text_file, **SMALL | {"epochs": 1})
     twellctl.draft(silu_llama, tmp_path / "2", data=text_file, overwrite=True, **SMALL)
     weights, others = ((tmp_path / name / WEIGHTS).read_bytes() for name in "12")
     assert weights == others

@@ -40,14 +40,14 @@ def repeating(silu_llama, open_original):
 def trained(repeating, **settings):
     losses = []
     original, windows = repeating
-    how = HeadTraining(seq_len=S, **{"step_tokens": 8 * S, "rate": 5e-3} | settings)
+    how = HeadTraining(seq_len=S, **{"step_tokens": 8 * S, "learning_rate": 5e-3} | settings)
     done = train_head(original, windows[:64], how, lambda *far: losses.append(far))
     return done, losses
 
 
 @pytest.fixture(scope="module")
 def learnt(repeating):
-    return trained(repeating, passes=12)
+    return trained(repeating, epochs=12)
 
 
 def test_a_head_learns_what_a_model_repeats(repeating, learnt):
@@ -85,7 +85,7 @@ def test_rounds_keep_what_was_counted(repeating, learnt, count):
 
 
 def test_the_same_training_gives_the_same_bits(repeating):
-    heads = [trained(repeating, passes=1, seed=seed)[0].head for seed in (0, 0, 1)]
+    heads = [trained(repeating, epochs=1, seed=seed)[0].head for seed in (0, 0, 1)]
     one, again, other = (torch.cat([p.flatten() for p in head.parameters()]) for head in heads)
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
@@ -99,8 +99,8 @@ def test_what_is_kept_does_not_depend_on_how_many_windows_go_together(repeating)
 
 
 def test_a_loss_that_is_no_number_ends_the_training(repeating):
-    with pytest.raises(TwellError, match="its loss is no number: give a lower --rate"):
-        trained(repeating, passes=50, rate=1e30)
+    with pytest.raises(TwellError, match="its loss is no number: give a lower --learning-rate"):
+        trained(repeating, epochs=50, learning_rate=1e30)
 
 
 def test_rounds_and_depths_of_what_is_kept():

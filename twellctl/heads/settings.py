@@ -25,7 +25,7 @@ class HeadTraining:
     text_column: str = setting("text", "The column that holds the text.")
     tokens: int = setting(2_000_000, "Tokens of text to train on.", at_least=1024)
     seq_len: int = setting(512, "Tokens per window of text.", at_least=16)
-    passes: int = setting(2, "Passes over the text.", at_least=1)
+    epochs: int = setting(2, "Passes over the text.", at_least=1)
     ahead: int = setting(
         4,
         "Steps that the head takes from each token, each from its own state of the step before.",
@@ -38,7 +38,9 @@ class HeadTraining:
         at_least=1,
     )
     step_tokens: int = setting(10_000, "Tokens per AdamW step; fewer take less memory.", at_least=1)
-    rate: float = setting(4e-4, "Learning rate, after 50 steps; it falls to 0.", above=0)
+    learning_rate: float = setting(
+        4e-4, "Peak learning rate, after 50 steps; it falls to 0.", above=0
+    )
     seed: int = setting(0, "Random seed.", at_least=0, at_most=2**31 - 1)
 
 

@@ -38,10 +38,10 @@ def train_head(
     head = begun_head(original.model, tokens, training.seed)
     rows = original.rows_of(head.tokens)
     at_once = windows_at_once(training)
-    total = training.passes * -(-len(windows) // at_once)
+    total = training.epochs * -(-len(windows) // at_once)
     optimizer = torch.optim.AdamW(
         head.parameters(),
-        lr=training.rate,
+        lr=training.learning_rate,
         betas=BETAS,
         weight_decay=DECAY,
         fused=original.device.type == "cuda",
@@ -49,7 +49,7 @@ def train_head(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, total))
     random = torch.Generator().manual_seed(training.seed)
     done, loss, first = 0, math.nan, began
-    for _ in range(training.passes):
+    for _ in range(training.epochs):
         for picked in torch.randperm(len(windows), generator=random).split(at_once):
             loss = _step(head, original, windows[picked], rows, training.ahead, optimizer)
             schedule.step()
@@ -97,5 +97,7 @@ def _step(
     nn.utils.clip_grad_norm_(head.parameters(), LARGEST)
     optimizer.step()
     if not math.isfinite(value := loss.item()):
-        raise TwellError("the training is broken, its loss is no number: give a lower --rate")
+        raise TwellError(
+            "the training is broken, its loss is no number: give a lower --learning-rate"
+        )
     return value

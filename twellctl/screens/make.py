@@ -146,7 +146,7 @@ def drafted(done: Any, model: str) -> None:
     ui.say(
         f"{done.out}: {done.num_parameters / 1e6:.1f} million parameters, guesses "
         f"{counted(done.vocabulary, 'token')}, trained on {counted(done.tokens, 'token')}, "
-        f"read {counted(done.passes, 'time')}, in {ui.duration(done.seconds)}"
+        f"read {counted(done.epochs, 'time')}, in {ui.duration(done.seconds)}"
     )
     depths = zip(done.kept.by_depth, done.kept.tokens_a_pass, strict=True)
     rows = [[str(n), f"{kept:.1%}", f"{given:.2f}"] for n, (kept, given) in enumerate(depths, 1)]
