@@ -29,11 +29,13 @@ ROUNDED = {"fp8": BITS8, "int4": BITS4}  # of dense forms
 
 @dataclass
 class Rival:
-    """A row of the table; what is None was not measured. Speeds are tokens a second."""
+    """A row of the table; what is None was not measured. Speeds are tokens a second;
+    `over_original`: how many times as fast answers came as the original's of the same bench."""
 
     name: str
     steps: float | None = None
     answers: float | None = None
+    over_original: float | None = None
     same: str = UNKNOWN
     kept: str = UNKNOWN
     set_up: str = UNKNOWN
@@ -132,7 +134,8 @@ def _exact(
     by_form = {ORIGINAL: rows[BITS16], FIT: alone, EXACT: made}
     for form in _of_one(bench):
         if (row := by_form.get(form["name"])) and row.answers is None:
-            row.answers, row.weights = form["tokens_per_second"], form.get("weight_bytes")
+            row.answers, row.over_original = form["tokens_per_second"], form["over_original"]
+            row.weights = form.get("weight_bytes")
     prompts = next((point["prompts"] for point in bench["points"] if point["batch"] == 1), None)
     differing = next((f["differing"] for f in _of_one(bench) if f["name"] == EXACT), None)
     if prompts is not None and differing is not None:
@@ -194,33 +197,37 @@ def _share(same: int, of: int) -> str:
 
 
 def _table(rows: list[Rival], benches: Sequence[dict[str, Any]]) -> Table:
-    speeds = {"tokens/s, steps": [row.steps for row in rows]}
-    speeds |= {"tokens/s, answers": [row.answers for row in rows]}
-    measured = {name: found for name, found in speeds.items() if any(found)}
-    shown = measured or {"tokens/s": [None] * len(rows)}
+    original = rows[BITS16].steps
+    over = [row.steps / original if row.steps and original else None for row in rows]
+    speeds = {
+        "tokens/s, steps": [_speed(row.steps, each) for row, each in zip(rows, over, strict=True)],
+        "tokens/s, answers": [_speed(row.answers, row.over_original) for row in rows],
+    }
+    measured = {name: column for name, column in speeds.items() if {*column} != {UNKNOWN}}
+    shown = measured or {"tokens/s": [UNKNOWN] * len(rows)}
     columns = [*shown, "same answers", "tasks kept", "set-up", "weights"]
     cells = [
         [
             row.name,
-            *(_speed(found[number], found[BITS16]) for found in shown.values()),
+            *speed,
             *(row.same, row.kept, row.set_up),
             UNKNOWN if row.weights is None else f"{row.weights / 1e9:.3g} GB",
         ]
-        for number, row in enumerate(rows)
+        for row, speed in zip(rows, zip(*shown.values(), strict=True), strict=True)
     ]
     where = ", ".join(dict.fromkeys(bench["device"] for bench in benches))
     note = f"One sequence on {where}. " if where else ""
     note += (
-        "Steps: bench decode, whose dense forms have the original's size. Answers: bench exact. "
-        "Set-up: the fit, or the training of the draft head, alone. Weights: in memory. To fill a "
-        "gap, let eval, bench decode or bench exact write --json into this folder, then repeat "
-        "twellctl report."
+        "Steps: bench decode, whose dense forms have the original's size. Answers: bench exact, "
+        "each beside the original's of the same bench. Set-up: the fit, or the training of "
+        "the draft head, alone. Weights: in memory. To fill a gap, let eval, bench "
+        "decode or bench exact write --json into this folder, then repeat twellctl report."
     )
     return Table(TITLE, ["model", *columns], cells, note)
 
 
-def _speed(rate: float | None, of_original: float | None) -> str:
+def _speed(rate: float | None, over_original: float | None) -> str:
     if rate is None:
         return UNKNOWN
     said = f"{rate:.{0 if rate >= 100 else 1}f}"
-    return f"{said} ({rate / of_original:.2f}x)" if of_original else said
+    return f"{said} ({over_original:.2f}x)" if over_original else said
