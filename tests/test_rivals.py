@@ -200,19 +200,66 @@ def test_a_fit_that_was_interrupted_took_longer(tmp_path):
     assert cells(table, "set-up")[3:] == ["more than 1 min 00 s"] * 2
 
 
-@pytest.mark.parametrize("broken", ["points", "models"])
-def test_the_page_has_it_and_names_a_broken_file(tmp_path, refusal, broken):
-    content = answered()
+def test_the_page_has_the_table_and_what_was_measured(tmp_path):
     (tmp_path / "eval.json").write_text(json.dumps(evaluation().to_json()))
-    (tmp_path / "exact.json").write_text(json.dumps(content))
+    (tmp_path / "exact.json").write_text(json.dumps(answered()))
     write_report(tmp_path)
     page = (tmp_path / PAGE).read_text()
     assert "What you would pick instead" in page
     assert "the same answers are 1.50x as fast" in page
     assert "with drafts by made/relu</p>" in page
-    del content[broken]
-    (tmp_path / "exact.json").write_text(json.dumps(content))
-    assert f"a figure is missing or broken (KeyError('{broken}'))" in refusal("report", tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["points", "models", "device", "sentences", "is_head"])
+def test_a_bench_that_lacks_a_figure_is_named_and_left_out(tmp_path, success, broken):
+    """The others stay."""
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation().to_json()))
+    (tmp_path / "exact.json").write_text(json.dumps(answered()))
+    old = answered(draft="made/other")
+    del old[broken]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    _, err = success("report", tmp_path)
+    said = f"not in {PAGE}: {tmp_path}/old.json lacks a figure (KeyError('{broken}')), it is broken"
+    assert any(line.startswith(said) for line in err)
+    page = (tmp_path / PAGE).read_text()
+    assert "with drafts by made/relu</p>" in page
+    assert "other" not in page
+
+
+def test_a_bench_of_an_earlier_version_is_left_out(tmp_path, success):
+    """That called the draft `fit`."""
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation().to_json()))
+    old = answered()
+    old["models"] = {"fit": "made/relu", "original": "owner/original"}
+    (tmp_path / "exact.json").write_text(json.dumps(old))
+    _, err = success("report", tmp_path)
+    assert "exact.json lacks a figure (KeyError('draft')), it is broken or of another" in err[-1]
+    assert err[-1].endswith("version: repeat 'bench exact --json'")
+
+
+def test_a_decode_bench_that_lacks_a_figure_is_left_out(tmp_path, success):
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation().to_json()))
+    old = decoded()
+    del old["bandwidth_gb_s"]
+    (tmp_path / "decode.json").write_text(json.dumps(old))
+    _, err = success("report", tmp_path)
+    assert any("decode.json lacks a figure (KeyError('bandwidth_gb_s'))" in line for line in err)
+    assert "tokens/s, steps" not in (tmp_path / PAGE).read_text()
+
+
+def test_a_head_that_does_not_say_how_long_it_took(tmp_path):
+    """As heads of earlier versions."""
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation().to_json()))
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / HEAD_FILE).write_text(json.dumps({"tokens": 5}))
+    bench = answered(draft="made/head", is_head=True)
+    table = rivals_of(tmp_path, {}, [bench])
+    assert cells(table, "set-up")[4] == UNKNOWN
+    (tmp_path / "exact.json").write_text(json.dumps(bench))
+    write_report(tmp_path)
+    page = (tmp_path / PAGE).read_text()
+    assert "(draft head)" in page
+    assert ">draft head<" not in page
 
 
 def test_a_run_that_only_rounded_has_one_row_for_its_model(tmp_path):

@@ -46,10 +46,24 @@ def rivals_of(
     folder: Path, evaluations: dict[str, dict[str, Any]], benches: Sequence[dict[str, Any]]
 ) -> Table | None:
     """The table; None where nothing of it was measured. `evaluations` by their files' names."""
-    own = evaluations.get("eval.json")
-    if own is None and not benches:
+    if "eval.json" not in evaluations and not benches:
         return None
     fits, heads = (_by_folder(folder, name) for name in (FIT_FILE, HEAD_FILE))
+    return _table(_rows(evaluations, benches, fits, heads), benches)
+
+
+def check_figures(bench: dict[str, Any]) -> None:
+    """Raise what reading it raises, such as `KeyError`, if `bench` lacks what the table says."""
+    _table(_rows({}, [bench], {}, {}), [bench])
+
+
+def _rows(
+    evaluations: dict[str, dict[str, Any]],
+    benches: Sequence[dict[str, Any]],
+    fits: dict[str, dict[str, Any]],
+    heads: dict[str, dict[str, Any]],
+) -> list[Rival]:
+    own = evaluations.get("eval.json")
     exact = [bench for bench in benches if bench["command"] == "bench exact"]
     rows, own_fit = _named(own, exact), _own_fit(own, exact, fits)
     for bench in exact:
@@ -66,7 +80,7 @@ def rivals_of(
     rows[BITS16].set_up, rows[BITS16].kept, rows[BITS16].same = "none", "100%", "yes"
     if is_rounded:  # this model is the original in 4 bits
         del rows[FAST]
-    return _table(rows, benches)
+    return rows
 
 
 def _by_folder(folder: Path, name: str) -> dict[str, dict[str, Any]]:
@@ -126,7 +140,8 @@ def _exact(
     made = Rival(f"{original}, exact, drafts by {name}")
     if bench["is_head"]:
         made.name += " (draft head)"
-        made.set_up = ui.duration(heads[name]["seconds"]) if name in heads else UNKNOWN
+        seconds = heads.get(name, {}).get("seconds")
+        made.set_up = UNKNOWN if seconds is None else ui.duration(seconds)
     elif fit:
         made.name += " (original in 4 bits)" if _is_original(fit) else ""
         made.set_up = _took(fit)

@@ -15,7 +15,7 @@ import typer
 import yaml
 
 from twellctl.bench.decode_chart import chart_of as chart_of_bench
-from twellctl.cli.rivals import rivals_of
+from twellctl.cli.rivals import check_figures, rivals_of
 from twellctl.errors import TwellError, counted
 from twellctl.evaluation import kept
 from twellctl.evaluation.in_report import answers_of, table_of
@@ -105,7 +105,8 @@ def _said(bench: dict[str, Any]) -> list[str]:
 def _measured(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """The evaluations in a folder by the names of their files, the run's first; and benches.
 
-    A JSON that cannot be read, or is no object, may be someone else's: a note names it.
+    A note names a JSON that cannot be read, or is no object, which may be someone else's; and a
+    bench that lacks a figure, as one of another version does.
     """
     evaluations, benches = {}, []
     for path in sorted(folder.glob("*.json"), key=lambda path: (path.name != "eval.json", path)):
@@ -118,9 +119,23 @@ def _measured(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, A
             continue
         if VERSION_KEY in content:
             evaluations[path.name] = content
-        elif content.get("command") in ("bench decode", "bench exact"):
+        elif (command := content.get("command")) in ("bench decode", "bench exact"):
+            try:
+                _check_bench(content)
+            except _BROKEN as error:
+                again = f"it is broken or of another version: repeat '{command} --json'"
+                ui.note(f"not in {PAGE}: {path} lacks a figure ({error!r}), {again}")
+                continue
             benches.append(content)
     return evaluations, benches
+
+
+def _check_bench(bench: dict[str, Any]) -> None:
+    """Raise one of `_BROKEN` if a page cannot say what is in it."""
+    _said(bench)
+    check_figures(bench)
+    if bench["command"] == "bench decode":
+        chart_of_bench(bench)
 
 
 @contextlib.contextmanager
@@ -200,8 +215,9 @@ def _facts(folder: Path, evaluation: dict[str, Any] | None) -> Iterator[tuple[st
         yield "fit", took
     if (head := folder / "head" / HEAD_FILE).is_file():
         found = read_json(head)
-        tokens = counted(found["tokens"], "token")
-        yield "draft head", f"{ui.duration(found['seconds'])} for {tokens}"
+        if "seconds" in found:  # else an earlier version trained it
+            tokens = counted(found["tokens"], "token")
+            yield "draft head", f"{ui.duration(found['seconds'])} for {tokens}"
 
 
 def _recipe(folder: Path) -> str:
