@@ -14,10 +14,10 @@ from twellctl.bundle.twell_model import gated_ffns, weights_of
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_rounded_linear import weight_of
 from twellctl.bundle.twell_weights import plain_weight
-from twellctl.decoding.families import Norms
 from twellctl.decoding.int4_layers import int4_layers
 from twellctl.decoding.step_int4 import by_quads, down_by_neurons, from_neurons, from_quads
 from twellctl.decoding.whole_step import DecoderLayer, StepSizes
+from twellctl.models.families import Norms
 from twellctl.models.linear_map import own_neurons
 
 H200 = Limits(132, 232448, (9, 0))

@@ -20,7 +20,6 @@ from twellctl.bundle.twell_spec import (
 from twellctl.bundle.twell_weights import FFN, Weight, plain_weight
 from twellctl.decoding.attention import AttendLayer, Rotary
 from twellctl.decoding.decoder import Wanted
-from twellctl.decoding.families import Norms, Scales
 from twellctl.decoding.rough_head import RoughHead
 from twellctl.decoding.screened import Screen
 from twellctl.decoding.step_int4 import by_quads, down_by_neurons
@@ -30,6 +29,7 @@ from twellctl.decoding.whole_step import (
     WholeStep,
     why_no_whole_step,
 )
+from twellctl.models.families import Norms, Scales
 
 H200 = Limits(132, 232448, (9, 0))
 SMALL = StepSizes(2048, 5632, 32, 64, 49152)

@@ -29,7 +29,9 @@ def test_a_step_is_one_kernel_where_model_and_gpu_are_such(tiny, monkeypatch):
     assert module.why_not_one_kernel(rounded) is None
     assert module.step_sizes(rounded).entry("sparse") == "step_2048_64_e4m3"
     mixed = tiny("llama", **wide)
-    monkeypatch.setattr(module, "window_of", lambda model, i: 40 if model is mixed and i else None)
+    monkeypatch.setattr(
+        module.families, "window_of", lambda model, i: 40 if model is mixed and i else None
+    )
     assert "the same window and positions" in module.why_not_one_kernel(mixed)
     takes.lm_head.bias = nn.Parameter(torch.zeros(512))
     assert "no bias" in module.why_not_one_kernel(takes)

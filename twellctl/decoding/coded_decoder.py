@@ -22,7 +22,6 @@ from twellctl.bundle.twell_spec import PAGE, step_group
 from twellctl.decoding import kernel_fit
 from twellctl.decoding.coded_linear import all_rows
 from twellctl.decoding.decoder import Wanted
-from twellctl.decoding.families import norm_weight, scales_of
 from twellctl.decoding.few_ways import wide_logits
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.int4_layers import CodedLayer, coded_layer
@@ -36,6 +35,7 @@ from twellctl.decoding.torch_decoder import PREFILL_CHUNK
 from twellctl.decoding.whole_step import StepSizes, WholeStep, forms_of_step
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.defaults import LONGEST, context_of
+from twellctl.models.families import norm_weight, scales_of
 from twellctl.models.linear_map import num_mapped
 
 

@@ -54,7 +54,6 @@ from twellctl.bundle.twell_ways import Problem, Way
 from twellctl.decoding import attention, kernel_fit
 from twellctl.decoding.decoder import Wanted, buckets
 from twellctl.decoding.engine import SCREENED, WHOLE
-from twellctl.decoding.families import norm_weight, scales_of
 from twellctl.decoding.few_ways import DENSE, few_ways, wide_logits, with_activation
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.int4_layers import int4_layers, takes_int4
@@ -80,6 +79,7 @@ from twellctl.decoding.whole_step import (
 from twellctl.heads.head import DraftHead
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.defaults import LONGEST, context_of
+from twellctl.models.families import norm_weight, scales_of
 from twellctl.models.linear_map import own_neurons
 
 _WIDTHS = (16, 64, 128, 512)  # of block tables: 1, 4, 8 and 32 thousand positions

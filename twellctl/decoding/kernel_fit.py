@@ -17,7 +17,6 @@ from twellctl.bundle.twell_nvrtc import KernelError, what_is_missing
 from twellctl.bundle.twell_reasons import takes_hopper_kernels
 from twellctl.bundle.twell_rounded_linear import RoundedLinear, weight_of
 from twellctl.bundle.twell_spec import KINDS, PAGE, few_entries
-from twellctl.decoding import families
 from twellctl.decoding.attention import head_width, plan_attend, why_not_attend
 from twellctl.decoding.coded_linear import CODED, linears_of
 from twellctl.decoding.few_ways import OWN_PRODUCTS
@@ -27,6 +26,7 @@ from twellctl.decoding.paged_cache import LayerShape
 from twellctl.decoding.torch_decoder import TorchDecoder
 from twellctl.decoding.whole_step import StepSizes, why_no_whole_step
 from twellctl.here.own_kernels import own_kernels
+from twellctl.models import families
 
 _ANY_INPUTS = {"mlp.down_proj", "self_attn.o_proj"}  # PyTorch's products take what ours do not
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -99,7 +99,7 @@ def why_not_one_kernel(model: PreTrainedModel) -> str | None:
     if not (is_relu(model) or is_silu(model)):
         return "a step in one kernel has ReLU or SiLU"
     layers = enumerate(model.model.layers)
-    if len({(window_of(model, i), families.turned_by(model, of)) for i, of in layers}) > 1:
+    if len({(families.window_of(model, i), families.turned_by(model, of)) for i, of in layers}) > 1:
         return "a step in one kernel has the same window and positions in all layers"
     if not _is_like_llama(model):
         return "a step in one kernel has Llama's norms and heads"
@@ -183,15 +183,6 @@ def cached_shapes(model: PreTrainedModel) -> list[LayerShape]:
     config, width = model.config, head_width(head_dim(model))
     shape = LayerShape(config.num_key_value_heads, width, width, model.dtype)
     return [shape] * config.num_hidden_layers
-
-
-def window_of(model: PreTrainedModel, layer_idx: int) -> int | None:
-    kinds = getattr(model.config, "layer_types", None)
-    if kinds and kinds[layer_idx] != "sliding_attention":
-        return None
-    if getattr(model.config, "use_sliding_window", True):
-        return getattr(model.config, "sliding_window", None)
-    return None
 
 
 def _why_no_kernels(model: PreTrainedModel) -> str | None:

@@ -19,12 +19,12 @@ from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import KINDS
 from twellctl.bundle.twell_weights import FFN, Weight, plain_weight
 from twellctl.decoding.attention import AttendLayer, head_width
-from twellctl.decoding.families import Norms
 from twellctl.decoding.few_ways import linear, with_activation
 from twellctl.decoding.layer_pass import LayerPass
 from twellctl.decoding.norms import embed_norm, rms_norm
 from twellctl.decoding.whole_step import DecoderLayer
 from twellctl.heads.head import DraftHead
+from twellctl.models.families import Norms
 
 _WAY = with_activation(nn.SiLU(), is_silu=True)
 

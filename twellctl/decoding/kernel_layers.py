@@ -22,12 +22,19 @@ from twellctl.bundle.twell_rounded_linear import weight_of
 from twellctl.bundle.twell_spec import STEP_QUAD
 from twellctl.bundle.twell_weights import FFN, Weight, joined, lay_together
 from twellctl.decoding import attention
-from twellctl.decoding.families import norm_weight, norms_of, rotary_of, scales_of, turned_by
 from twellctl.decoding.int4_layers import CodedLayer, names_of_qkv
-from twellctl.decoding.kernel_fit import head_dim, window_of
+from twellctl.decoding.kernel_fit import head_dim
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.whole_step import DecoderLayer
 from twellctl.here.own_kernels import own_kernels
+from twellctl.models.families import (
+    norm_weight,
+    norms_of,
+    rotary_of,
+    scales_of,
+    turned_by,
+    window_of,
+)
 from twellctl.models.loading import shared_copy
 
 

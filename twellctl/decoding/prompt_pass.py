@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_launch import KernelSet
 from twellctl.decoding.attention import Heads, Rotary, head_width, store_keys
-from twellctl.decoding.families import norm_weight, scales_of
 from twellctl.decoding.fired_counts import FiredCounts
 from twellctl.decoding.kernel_fit import head_dim
 from twellctl.decoding.norms import added, embed_norm, normalise_q_and_k
@@ -30,6 +29,7 @@ from twellctl.decoding.prompt_graphs import PromptGraphs, sizes_of
 from twellctl.decoding.prompts import Prompts
 from twellctl.decoding.run_attention import attend_runs
 from twellctl.decoding.whole_step import DecoderLayer
+from twellctl.models.families import norm_weight, scales_of
 
 
 class PromptPass:

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_spec import PAGE
-from twellctl.decoding.families import rotary_of, turned_by
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.heads.head import DraftHead
+from twellctl.models.families import rotary_of, turned_by
 
 
 class TorchHead:

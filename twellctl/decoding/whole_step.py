@@ -16,9 +16,9 @@ from twellctl.bundle.twell_plan import Limits, ceil_div
 from twellctl.bundle.twell_weights import FFN, Weight, plain_weight
 from twellctl.decoding.attention import AttendLayer, Rotary
 from twellctl.decoding.decoder import Wanted
-from twellctl.decoding.families import Norms, Scales
 from twellctl.decoding.rough_head import Estimate, RoughHead, refine
 from twellctl.decoding.screened import Screen
+from twellctl.models.families import Norms, Scales
 
 _THREADS = 32 * (spec.STEP_WARPS + 1)  # a warp asks for weights
 ONE_SPARSE, ONE_DENSE, ONE_SCREENED = ONE_KERNEL = (

@@ -8,9 +8,8 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from twellctl.bundle.twell_model import activation_of, is_plain
-from twellctl.decoding import families
-from twellctl.decoding.kernel_fit import window_of
 from twellctl.heads.head import DraftHead, HeadSizes
+from twellctl.models import families
 from twellctl.models.defaults import LONGEST, context_of
 
 _SPREAD = 0.02 / math.sqrt(2)  # of what `join` begins with beside the state
@@ -52,7 +51,7 @@ def why_no_head(model: PreTrainedModel) -> str | None:
         return f"the last layer of {name} has no rotary positions"
     if families.num_turned(model) != {attention.head_dim}:
         return f"{name} turns parts of its heads alone"
-    window = window_of(model, attention.layer_idx)
+    window = families.window_of(model, attention.layer_idx)
     context = context_of(config.to_dict()) or LONGEST
     if window is not None and window < context:
         return f"the last layer of {name} sees {window} tokens of {context}"

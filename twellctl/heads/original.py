@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from twellctl.decoding.families import rotary_of, turned_by
 from twellctl.decoding.paged_cache import cache_argument
+from twellctl.models.families import rotary_of, turned_by
 from twellctl.models.loading import without_mask
 
 

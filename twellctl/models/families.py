@@ -1,4 +1,4 @@
-"""What models do around attention and FFNs that Llama does not, as the decode kernels take it."""
+"""What models do around attention and FFNs that Llama does not, for kernels and draft heads."""
 
 import inspect
 from collections.abc import Callable
@@ -132,6 +132,16 @@ def num_turned(model: PreTrainedModel) -> set[int]:
     kinds = {turned_by(model, layer) for layer in model.model.layers}
     rotaries = [rotary_of(model, kind) for kind in kinds if kind is not None]
     return {rotary(like, positions)[0].shape[-1] for rotary in rotaries}
+
+
+def window_of(model: PreTrainedModel, layer_idx: int) -> int | None:
+    """How many tokens a layer sees, its own among them; None: all before it."""
+    kinds = getattr(model.config, "layer_types", None)
+    if kinds and kinds[layer_idx] != "sliding_attention":
+        return None
+    if getattr(model.config, "use_sliding_window", True):
+        return getattr(model.config, "sliding_window", None)
+    return None
 
 
 def rotary_of(model: PreTrainedModel, kind: str) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
