@@ -120,15 +120,16 @@ def _trained(
         seconds=trained.seconds,
         kept=kept,
     )
-    save_head(trained.head, original.model, stage, _facts(training, done))
+    save_head(trained.head, original.model, stage, _facts(checkpoint, training, done))
     return done
 
 
-def _facts(training: HeadTraining, done: TrainedHead) -> dict[str, Any]:
+def _facts(checkpoint: Checkpoint, training: HeadTraining, done: TrainedHead) -> dict[str, Any]:
     """What is told of a head: no path of this machine."""
+    named = {"source": checkpoint.hub_id, "revision": checkpoint.revision}
     settings = dataclasses.asdict(training)
     texts = [digest_of(text_files([path])) for path in settings.pop("data")]
-    source = {} if done.source is None else {"source": done.source}
     figures = {name: getattr(done, name) for name in ("tokens", "steps", "seconds", "loss")}
     kept = {"kept": dataclasses.asdict(done.kept)}
-    return source | {"settings": settings, "text": texts} | figures | kept
+    known = {key: value for key, value in named.items() if value is not None}
+    return known | {"settings": settings, "text": texts} | figures | kept

@@ -12,6 +12,7 @@ from twellctl.errors import TwellError, UsageError
 from twellctl.heads.folder import FACTS, WEIGHTS, load_head, open_head
 from twellctl.heads.kept import KeptDrafts
 from twellctl.heads.last_layer import why_no_head
+from twellctl.models.answerer import open_answerer
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
 from twellctl.screens import make as screen
@@ -73,6 +74,27 @@ def test_a_folder_below_home_is_named_nowhere(silu_llama, text_file, tmp_path, m
     done = twellctl.draft(f"~/{silu_llama.name}", out, data=text_file, **SMALL)
     assert done.source is None
     assert "source" not in json.loads((out / "draft_head.json").read_text())
+
+
+def test_a_head_of_a_revision_drafts_for_that_one(
+    success, silu_llama, text_file, tmp_path, monkeypatch
+):
+    """Of others, only their name is known."""
+    asked = []
+
+    def fetch(name, revision):
+        asked.append((name, revision))
+        return silu_llama
+
+    monkeypatch.setattr("twellctl.models.checkpoint._download", fetch)
+    for number, words in enumerate(([], ["--revision", "v2"])):
+        out = tmp_path / str(number)
+        success("draft", "owner/model", out, "--data", text_file, *WORDS, *words)
+        assert open_answerer(out, exact=True).answering.hub_id == "owner/model"
+        facts = json.loads((out / FACTS).read_text())
+        assert (facts["source"], facts.get("revision")) == asked[-1]
+    of_both = [("owner/model", revision) for revision in (None, "v2") for _ in ("train", "draft")]
+    assert asked == of_both
 
 
 def test_progress_is_a_line_now_and_then(monkeypatch):

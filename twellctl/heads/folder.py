@@ -34,8 +34,16 @@ class HeadFolder:
     @property
     def source(self) -> str | None:
         """The hub id of the model that it drafts for; None: `FACTS` says none."""
-        source = self.facts.get("source")
-        return source if isinstance(source, str) else None
+        return self._named("source")
+
+    @property
+    def revision(self) -> str | None:
+        """That of the source; None: the newest one."""
+        return self._named("revision")
+
+    def _named(self, key: str) -> str | None:
+        value = self.facts.get(key)
+        return value if isinstance(value, str) else None
 
 
 def is_head(folder: Path) -> bool:

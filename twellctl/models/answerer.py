@@ -81,13 +81,13 @@ def _with_head(head: HeadFolder, original: str | Path | Checkpoint) -> Answerer:
 
 
 def _original_of(head: HeadFolder) -> Checkpoint:
-    """The model that it names."""
+    """The model that it names, in the revision for which it was trained."""
     if head.source is None:
         raise TwellError(
             f"{head.name} does not say for which model it drafts: name that with --original MODEL"
         )
     try:
-        return open_checkpoint(head.source)
+        return open_checkpoint(head.source, revision=head.revision)
     except TwellError as error:
         raise TwellError(
             f"the model that {head.name} drafts for cannot be taken ({error}): name it with "

@@ -29,7 +29,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked model folder. `name` is what the user called it, `path` where it lies.
+    """A checked model folder. `name` is what the user called it, `path` where it lies; `revision`
+    of the hub's model, None: its newest one, or a local folder.
 
     `corrections` are the entries of `config` that the folder's config.json lacks, or in which it
     differs. `config` is that of the plain ReLU model, even if the folder holds it in SiLU form with
@@ -44,6 +45,7 @@ class Checkpoint:
     ffn: checks.FfnShape
     corrections: dict = field(default_factory=dict)
     silu_form: dict | None = None
+    revision: str | None = None
 
     @property
     def context(self) -> int | None:
@@ -200,7 +202,9 @@ class Checkpoint:
 
 def open_checkpoint(model: str | Path | Checkpoint, *, revision: str | None = None) -> Checkpoint:
     """Read and check what `located` finds; `TwellError` as there and in `checkpoint_in`."""
-    return model if isinstance(model, Checkpoint) else checkpoint_in(*located(model, revision))
+    if isinstance(model, Checkpoint):
+        return model
+    return replace(checkpoint_in(*located(model, revision)), revision=revision)
 
 
 def located(model: str | Path, revision: str | None = None) -> tuple[str, Path]:
