@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twellctl.bundle.twell_e4m3 import round_weight
+from twellctl.decoding.head_drafter import HeadPass
 from twellctl.heads.folder import save_head
 from twellctl.heads.head import DraftHead, HeadSizes
 from twellctl.models.checkpoint import open_checkpoint
@@ -45,12 +46,12 @@ def rounded(weight: Tensor, *sizes: int) -> Tensor:
     return (values.float() * scales).to(weight.dtype)
 
 
-def rounded_head(head: DraftHead) -> DraftHead:
-    """With the weights that kernels read."""
+def rounded_head(head: DraftHead, layer: bool = True) -> DraftHead:
+    """With the weights that kernels read; of heads of 256 in one kernel the `layer` is bf16."""
     head = copy.deepcopy(head)
-    for linear in (head.join, head.q, head.k, head.v, head.out):
+    for linear in (head.join, *((head.q, head.k, head.v, head.out) if layer else ())):
         linear.weight.data = rounded(linear.weight, linear.in_features)
-    for linear in (head.gate, head.up, head.down):
+    for linear in (head.gate, head.up, head.down) if layer else ():
         linear.weight.data = rounded(linear.weight, head.sizes.K, head.sizes.N)
     return head
 
@@ -92,3 +93,21 @@ def head_folder(source: Path, folder: Path, **facts: Any) -> Path:
     folder.mkdir(parents=True)
     save_head(random_head(model), model, folder, {"source": str(source)} | facts)
     return folder
+
+
+def assert_alike(
+    judge: HeadPass, ours: HeadPass, tables: Tensor, position: int, states: Tensor, count: int
+) -> None:
+    """That both make the same of `count` tokens from `position` on, each from what the judge made
+    before it; `states` `[1, K]` are of the token before them."""
+    device = states.device
+    at = torch.tensor([position], dtype=torch.int32, device=device)
+    for each in (judge, ours):
+        each.begin(tables, at, count)
+    for number in range(count):
+        token = torch.tensor([7 + number], dtype=torch.int32, device=device)
+        given = number, token, at + number, states
+        (states, wanted), (made, found) = judge(*given), ours(*given)
+        assert (made - states).float().std() < 0.02 * states.float().std()
+        assert (found - wanted).std() < 0.02 * wanted.std()
+        assert wanted[0, found.argmax()] > wanted.max() - 0.1 * wanted.std()

@@ -167,12 +167,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Done:
-    """What steps gave, one after the other; layers' new keys and values `[Hkv, D]`; and of kernels
-    what the last step says of logits."""
+    """What steps gave, one after the other; layers' new keys and values `[Hkv, D]`; the normalised
+    state; and of kernels what the last step says of logits."""
 
     logits: Tensor
     counts: Tensor
     new: list[tuple[Tensor, Tensor]]
+    state: Tensor
     estimate: Estimate | None = None
 
 
@@ -229,7 +230,7 @@ def emulate(
             beside=model.memory(),
         )
     logits = torch.cat([one.logits for one in made])[:, : model.vocabulary]
-    return Done(logits, counts, cached(model), made[-1])
+    return Done(logits, counts, cached(model), made[-1].x[0], made[-1])
 
 
 def cached(model: Model) -> list[tuple[Tensor, Tensor]]:
@@ -260,8 +261,9 @@ def judge(model: Model) -> Done:
         act = _rounded(F.silu(gate)) if model.is_silu else gate * fired
         hidden = _rounded(act * up)
         x = _rounded(_linear(hidden, layer["down"].t(), layer["down_bias"]) + x)
-    logits = _norm(x, model.last_norm) @ model.head.double().t()
-    return Done(logits[None], torch.tensor([counts]), new)
+    state = _norm(x, model.last_norm)
+    logits = state @ model.head.double().t()
+    return Done(logits[None], torch.tensor([counts]), new, state)
 
 
 def _attended(model: Model, layer: dict[str, Tensor | None], q: Tensor, k: Tensor, v: Tensor):

@@ -106,6 +106,11 @@ def embed_norm(
     return x, x if weight is None else norm(x, weight, eps)
 
 
+def join_norms(kernels, token, table, x, weights, eps) -> Tensor:
+    rows = F.embedding(token, table), x
+    return torch.cat([norm(row, own, eps) for row, own in zip(rows, weights, strict=True)], 1)
+
+
 def heads_of(heads, layer, qkv, positions, rotary) -> list[Tensor]:
     """q, k and v `[tokens, heads, D]`, normed and turned."""
     H, Hkv, D = heads
@@ -206,6 +211,7 @@ def stand_in(monkeypatch, dtype: torch.dtype = torch.float32) -> Kernels:
         "device_limits": lambda index: H200,
         "what_is_missing": lambda: None,
         "embed_norm": embed_norm,
+        "join_norms": join_norms,
         "rms_norm": rms_norm,
         "add_norm": add_norm,
         "attend": attend,

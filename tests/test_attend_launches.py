@@ -74,9 +74,12 @@ def test_norms_are_launched_as_their_source_says():
     norms.embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, scale=2)
     x, y = norms.embed_norm(kernels, tokens, bf16(9, 2056), None, 1e-5)
     assert y is x
+    y = norms.join_norms(kernels, tokens[:1], bf16(9, 2056), x[:1], bf16(2, 2056), 1e-5)
+    assert y.shape == (1, 4112)
     names = ["rms_norm"] * 2 + ["add_norm"] * 2 + ["embed_norm"] * 3
-    assert [name for name, *_ in kernels.made] == names
-    assert [launch[1:3] for launch in kernels.made] == [((3,), 288)] * 7
+    assert [name for name, *_ in kernels.made] == [*names, "join_norms"]
+    grids = [(3,)] * 7 + [(2,)]
+    assert [launch[1:3] for launch in kernels.made] == [(grid, 288) for grid in grids]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -101,7 +101,7 @@ def test_refined_logits_have_the_bits_of_the_product(K, V, tied):
     head = torch.randn(V, K, generator=generator).bfloat16() / 32
     head[torch.randperm(V, generator=generator)[:tied]] = (x[0] / 32).bfloat16()
     estimate, kernels = estimated(head, x, 1056), HeadKernels()
-    choice = choice_of(kernels, head, Done(estimate.logits, None, [], estimate))
+    choice = choice_of(kernels, head, Done(estimate.logits, None, [], x, estimate))
     choice.check()
     assert choice.is_exact.sum() >= max(1, tied)
 

@@ -10,6 +10,8 @@ from compiled import EVERY_CASE
 from emulated_kernels import EmulatedKernels, needs_emulator
 from emulated_step import Model
 
+from twellctl.bundle.twell_spec import STEP_KINDS
+
 pytestmark = needs_emulator
 
 
@@ -131,6 +133,7 @@ def test_a_step(case):
     assert (done.logits == done.logits[0]).all()
     error = (done.logits[0] - wanted.logits[0]).abs().max()
     assert error < 0.05, f"logits up to {wanted.logits.abs().max():.2f}"
+    assert (done.state - wanted.state).abs().max() < 0.05
     for made, exact in zip(done.new, wanted.new, strict=True):
         for own, other in zip(made, exact, strict=True):
             assert (own - other).abs().max() < 0.05
@@ -139,6 +142,16 @@ def test_a_step(case):
     # a gate within one rounding of 0 may fall on either side
     missed = (done.counts[0] - wanted.counts[0]).abs()
     assert (missed <= 2).all()
+
+
+@pytest.mark.parametrize("kind", STEP_KINDS)
+def test_without_a_head_there_is_a_state(kind):
+    how = {"biases": True, "is_silu": True, "vocabulary": 0, "kind": kind}
+    model = Model(1536, 128, 12, 2, 392, 1, 70, **how)
+    wanted = emulated.judge(model)
+    done = emulated.emulate(EmulatedKernels(), model, 96, "dense", (1,))
+    assert done.logits.shape == (1, 0)
+    assert (done.state - wanted.state).abs().max() < 0.05
 
 
 def test_what_a_screen_leaves_out_does_not_fire():

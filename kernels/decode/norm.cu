@@ -2,6 +2,7 @@
 // lie `stride` apart, and y may be x.
 // embed_norm: the same of rows of a table [., K], picked by int32 tokens [B], times `scale`, which
 // go to x, too; it begins a step, and clears what the step counts.
+// join_norms: of one row of such a table, by weights[0], and of x [K], by weights[1]: to y [2, K].
 // add_norm: of z [B, K], added to x; the sum goes to `sum`, and its norm by `weight` to y, if there
 // is a weight.
 //
@@ -129,6 +130,19 @@ extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
     row.store(x + start);
     row.normalise_by(weights, eps, sums);
     row.store(y + start);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
+    join_norms(const int* token, const uint4* table, const uint4* x, const uint4* weights,
+               float eps, int K, uint4* y) {
+    __shared__ float sums[kMaxWarps];
+    let_next_start();
+    const int num = K / 8, which = blockIdx.x;
+    const Weights own(weights + which * num, num);
+    wait_for_previous();
+    Row row(which ? x : table + static_cast<long long>(*token) * num, num);
+    row.normalise_by(own, eps, sums);
+    row.store(y + which * num);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)

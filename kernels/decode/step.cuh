@@ -7,12 +7,13 @@
 //               those of down alone, bf16
 //   tokens, positions   int32 [1]; tables: int32, position p lies in page tables[p / 64]
 //   embeddings  [., K]; last_norm [K]; head [V, K]; cos, sin [positions, DIM]; all bf16. The head
-//               of int4 layers has 8 bits: step_head.cuh says what it, head_scales, most, least and
-//               x are; of other layers there are none of the latter
+//               of int4 layers has 8 bits: step_head.cuh says what it, head_scales, most and least
+//               are; of other layers there are none of the latter
 //   words       uint32, zero before the first launch; step_block.cuh says what lies where
 //   epoch       uint32 [1], zero before the first launch: how often words were used
 //   counts      int32 [num_layers]: neurons that fired
-//   logits      float32 [V]; V may be 0
+//   logits      float32 [V]; V may be 0, then nothing is read of a head
+//   x           bf16 [K]: what the head multiplies, normalised
 //   stamps      int64 [num_layers, Stage::kAll, blocks], or null: clocks behind the stages of a
 //               layer (step_shared.cuh); what a block does not do it leaves as it is
 //   is_silu     1: the dense form has SiLU in the place of ReLU, and counts nothing

@@ -9,7 +9,6 @@
 //   logits       the rough ones
 //   most         fp32 [V]: what the logit of the bf16 head is at most, or NaN
 //   least        fp32 [blocks][warp]: of some rows, the largest of what it is at least
-//   x            bf16 [K]: what the head multiplies, for refine.cu
 //
 // A row's sum goes as in step_codes.cuh, with x as it is there; a unit of the ring is a quad.
 #pragma once
@@ -54,7 +53,6 @@ struct CodesHead : CodesFfn {
             float values[8];
             unpack(eights[i], values);
             sum += sum_of_squares(values);
-            if (block() == 0) reinterpret_cast<uint4*>(args.x)[eight_of(i)] = eights[i];
         }
         // 2^-112: more than what is lost of squares that are too small for fp32
         sum = sum_of_block(sum_over_lanes(sum)) + 0x1p-112f;

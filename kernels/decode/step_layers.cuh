@@ -220,12 +220,20 @@ struct Step : Ffn {
         __syncwarp();
         stamp(l, Stage::kOfPhase * phase + Stage::kAwaited);
         if (phase != 1) normalise_row(eights, norm);
+        if (l == args.num_layers && block() == 0) give_state(eights);
         if constexpr (FORM == kScreenedForm)
             if (phase == 2) round_x(eights);
         if (phase == 1) load_row(layer(l).ffn_norm, norm);
         if (phase == 2 && !Weight::kGroupScales) load_next_norm(norm, l);
         deal(eights, x);
         stamp(l, Stage::kOfPhase * phase + Stage::kDealt);
+    }
+
+    // What the head multiplies.
+    __device__ __forceinline__ void give_state(const uint4 (&eights)[kEights]) const {
+#pragma unroll
+        for (int i = 0; i < kEights; ++i)
+            if (has_eight(i)) reinterpret_cast<uint4*>(args.x)[eight_of(i)] = eights[i];
     }
 
     __device__ __forceinline__ void load_next_norm(uint4 (&norm)[kEights], int l) const {

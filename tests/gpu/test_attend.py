@@ -22,7 +22,7 @@ from twellctl.decoding.attention import (
     plan_attend,
     rotary_tables,
 )
-from twellctl.decoding.norms import add_norm, embed_norm, rms_norm
+from twellctl.decoding.norms import add_norm, embed_norm, join_norms, rms_norm
 from twellctl.decoding.paged_cache import cache_argument
 from twellctl.decoding.pages import pages_for
 
@@ -431,6 +431,16 @@ def test_embeddings_and_their_norm(kernels, K):
     x, y = embed_norm(kernels, tokens, table, weight, EPS, scale=54.5)
     assert torch.equal(x, table[tokens.long()] * 54.5)
     assert torch.equal(y, rms_norm(kernels, x, weight, EPS))
+
+
+@pytest.mark.parametrize("K", [64, 2048, 8200])
+def test_norms_that_are_joined(kernels, K):
+    table, x = random_bf16(11, K, seed=1), random_bf16(1, K, seed=2)
+    weights = 1 + random_bf16(2, K, seed=3, scale=0.2)
+    token = torch.tensor([10], dtype=torch.int32, device=DEVICE)
+    made = join_norms(kernels, token, table, x, weights, EPS)
+    each = [rms_norm(kernels, *of, EPS) for of in zip((table[10:], x), weights, strict=True)]
+    assert torch.equal(made, torch.cat(each, 1))
 
 
 def test_norm_keeps_what_is_not_finite_in_its_row(kernels):

@@ -369,7 +369,7 @@ SOURCES: dict[str, Iterable[str] | Entries | Callable[[Capability], Entries]] = 
     "decode/choose.cu": ("choose",),
     "decode/store_keys.cu": ("store_keys",),
     "decode/expand_codes.cu": ("expand_quads", "expand_neurons"),
-    "decode/norm.cu": ("rms_norm", "embed_norm", "add_norm"),
+    "decode/norm.cu": ("rms_norm", "embed_norm", "join_norms", "add_norm"),
     "decode/refine.cu": {"refine": (KINDS[REFINE.kind].struct, *REFINE[1:])},
     **dict(_STEPS.values()),
 }

@@ -170,10 +170,8 @@ class KernelDecoder:
             given = self.kernels, self._limits, plan, positions, tables
             return LayerPass(*given, self._rotary[-1], self._workspace, eps)
 
-        last = self._layers[-1].attend
-        return KernelHead(
-            head, self.kernels, self._limits, self._embeddings, self._head.values, last, over
-        )
+        of_model = self._embeddings, self._head.values, self._layers[-1].attend, self._rotary[-1]
+        return KernelHead(head, self.kernels, self._limits, *of_model, over)
 
     def widths(self, max_pages: int) -> list[int]:
         return [*(width for width in _WIDTHS if width < max_pages), max_pages]

@@ -3,9 +3,16 @@
 It is one more layer over the pages of the model's last one. What it caches there for a draft is
 written over by the model's pass, which reads the draft. Its weights are rounded to e4m3, where
 sizes allow, since a draft needs no more and takes the time that they are read in.
+
+A draft is a chain of launches, four where `step` takes the layer (whole_step.py):
+
+    join_norms -> few_linear (join) -> step -> few_linear (its rows of the model's head)
+
+Elsewhere the layer goes one kernel after the other (layer_pass.py).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,13 +25,13 @@ from twellctl.bundle.twell_launch import KernelSet
 from twellctl.bundle.twell_plan import Limits
 from twellctl.bundle.twell_spec import KINDS
 from twellctl.bundle.twell_weights import FFN, Weight, plain_weight
-from twellctl.decoding.attention import AttendLayer, head_width
+from twellctl.decoding.attention import AttendLayer, Rotary, head_width
 from twellctl.decoding.few_ways import linear, with_activation
 from twellctl.decoding.layer_pass import LayerPass
-from twellctl.decoding.norms import embed_norm, rms_norm
-from twellctl.decoding.whole_step import DecoderLayer
-from twellctl.heads.head import DraftHead
-from twellctl.models.families import Norms
+from twellctl.decoding.norms import join_norms, rms_norm
+from twellctl.decoding.whole_step import DecoderLayer, StepSizes, WholeStep, why_no_whole_step
+from twellctl.heads.head import DraftHead, HeadSizes
+from twellctl.models.families import Norms, Scales
 
 _WAY = with_activation(nn.SiLU(), is_silu=True)
 
@@ -33,7 +40,8 @@ class KernelHead:
     """A `HeadPass` (head_drafter.py).
 
     `embeddings` and `rows` `[V, K]` are those of the model and of its head, `last` what its last
-    layer attends to; `over` makes the pass of a layer of a position `[1]` and a table `[1, W]`.
+    layer attends to, `rotary` what turns heads there; `over` makes the pass of a layer of a
+    position `[1]` and a table `[1, W]`.
     """
 
     def __init__(
@@ -44,19 +52,30 @@ class KernelHead:
         embeddings: Tensor,
         rows: Tensor,
         last: AttendLayer,
+        rotary: Rotary,
         over: Callable[[Tensor, Tensor], LayerPass],
     ):
         self._kernels, self._limits, self._over = kernels, limits, over
         self._eps, self._embeddings = head.sizes.eps, embeddings
         self._rows = _weight(rows[head.tokens.to(rows.device)])
         on = partial(torch.Tensor.to, device=rows.device)
-        norms = head.norm_embedding, head.norm_state, head.norm
-        self._norm_embedding, self._norm_state, self._norm = (on(of.weight) for of in norms)
+        joined = head.norm_embedding.weight, head.norm_state.weight
+        self._norms_joined, self._norm = torch.stack([*map(on, joined)]), on(head.norm.weight)
         self._join = _weight(on(head.join.weight))
-        self._layer = _layer_of(head, last)
-        kinds = {of.kind for of in (self._rows, self._join, self._layer.qkv, self._layer.ffn)}
-        for kind in kinds:
+        sizes = step_sizes(head.sizes, len(rows), limits)
+        self._layer = _layer_of(head, last, None if sizes is None else sizes.kind)
+        self._in_one: WholeStep | None = None
+        taken: list[Weight | FFN] = [self._rows, self._join]
+        if sizes is None:
+            taken += [self._layer.qkv, self._layer.out, self._layer.ffn]
+        else:
+            of_model = embeddings, self._norm, rows, rotary, Scales(self._eps)
+            make = partial(WholeStep, kernels, limits, sizes, [self._layer], *of_model)
+            self._in_one = make(form="dense", num_own=sizes.N, is_silu=True)
+            kernels.prepare([sizes.entry("dense")])
+        for kind in {weight.kind for weight in taken}:
             kernels.prepare(few_dense_kernels(limits, kind))
+        kernels.prepare(["join_norms"])
 
     def begin(self, tables: Tensor, position: Tensor, count: int) -> None:
         self._tables = tables
@@ -64,18 +83,33 @@ class KernelHead:
     def __call__(
         self, number: int, tokens: Tensor, positions: Tensor, states: Tensor
     ) -> tuple[Tensor, Tensor]:
-        kernels, limits, eps = self._kernels, self._limits, self._eps
-        _, embedded = embed_norm(kernels, tokens, self._embeddings, self._norm_embedding, eps)
-        both = torch.cat((embedded, rms_norm(kernels, states, self._norm_state, eps)), 1)
-        x = linear(kernels, limits, both, self._join, overlap=True)
-        h = rms_norm(kernels, x, self._layer.norms.attention, eps)
-        through = self._over(positions, self._tables)
-        _, states = through(self._layer, _WAY, x, h, self._norm)
+        kernels, limits = self._kernels, self._limits
+        given = tokens, self._embeddings, states, self._norms_joined, self._eps
+        x = linear(kernels, limits, join_norms(kernels, *given), self._join, overlap=True)
+        if self._in_one is None:
+            states = self._one_by_one(x, positions)
+        else:
+            states = self._in_one.states(x, positions, self._tables)
         how = {"wide": True, "overlap": True}
         return states, few_linear(kernels, limits, states, self._rows, **how)
 
+    def _one_by_one(self, x: Tensor, positions: Tensor) -> Tensor:
+        h = rms_norm(self._kernels, x, self._layer.norms.attention, self._eps)
+        through = self._over(positions, self._tables)
+        _, states = through(self._layer, _WAY, x, h, self._norm)
+        return states
 
-def _layer_of(head: DraftHead, last: AttendLayer) -> DecoderLayer:
+
+def step_sizes(sizes: HeadSizes, vocab_size: int, limits: Limits) -> StepSizes | None:
+    """Of the layer of a head as one kernel takes it, rounded if it takes that; None: it does not,
+    or this is no Hopper GPU."""
+    whole = StepSizes(sizes.K, sizes.N, sizes.H, sizes.D, vocab_size)
+    kinds = (replace(whole, kind=kind) for kind in ("e4m3", "bf16") if limits.hopper)
+    return next((of for of in kinds if why_no_whole_step(of, limits) is None), None)
+
+
+def _layer_of(head: DraftHead, last: AttendLayer, kind: str | None) -> DecoderLayer:
+    """All of a `kind`, with W_down by rows of neurons, for one kernel; None: as others take it."""
     on = partial(torch.Tensor.to, device=last.keys.device)
     rest = 0, head_width(head.sizes.D) - head.sizes.D
     of_q, of_k = (getattr(norm, "weight", None) for norm in (head.q_norm, head.k_norm))
@@ -90,19 +124,25 @@ def _layer_of(head: DraftHead, last: AttendLayer) -> DecoderLayer:
     norms = Norms(on(head.norm_attention.weight), None, on(head.norm_ffn.weight), None)
     q_k_v = head.q, head.k, head.v
     biases = [on(of.bias) for of in q_k_v if of.bias is not None]
-    qkv = _weight(on(torch.cat([of.weight for of in q_k_v])), torch.cat(biases) if biases else None)
-    out = _weight(on(head.out.weight), None if head.out.bias is None else on(head.out.bias))
+    whole = on(torch.cat([of.weight for of in q_k_v]))
+    qkv = _weight(whole, torch.cat(biases) if biases else None, kind=kind)
+    bias = None if head.out.bias is None else on(head.out.bias)
+    out = _weight(on(head.out.weight), bias, kind=kind)
     # of one kind: down has other inputs
-    make = _weight if _may_round(head.sizes.K) and _may_round(head.sizes.N) else plain_weight
-    ffn = FFN(*(make(on(of.weight)) for of in (head.gate, head.up, head.down)))
-    return DecoderLayer(norms, qkv, attend, out, ffn)
+    of_ffn = kind or _kind_for(head.sizes.K, head.sizes.N)
+    gate, up, down = (_weight(on(of.weight), kind=of_ffn) for of in (head.gate, head.up, head.down))
+    if kind is not None:
+        down = replace(down, values=down.values.t().contiguous().t())
+    return DecoderLayer(norms, qkv, attend, out, FFN(gate, up, down))
 
 
-def _weight(values: Tensor, bias: Tensor | None = None) -> Weight:
-    if not _may_round(values.shape[1]):
+def _weight(values: Tensor, bias: Tensor | None = None, *, kind: str | None = None) -> Weight:
+    """Of a `kind`; None: rounded, where that is possible."""
+    if (kind or _kind_for(values.shape[1])) == "bf16":
         return plain_weight(values, bias)
     return Weight("e4m3", *round_weight(values), bias)
 
 
-def _may_round(K: int) -> bool:
-    return K % KINDS["e4m3"].step == 0
+def _kind_for(*inputs: int) -> str:
+    """Of weights with so many inputs, for products of their own."""
+    return "bf16" if any(K % KINDS["e4m3"].step for K in inputs) else "e4m3"

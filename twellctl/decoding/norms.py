@@ -97,6 +97,18 @@ def embed_norm(
     return x, x if weight is None else y
 
 
+def join_norms(
+    kernels: KernelSet, token: Tensor, table: Tensor, x: Tensor, weights: Tensor, eps: float
+) -> Tensor:
+    """`[1, 2 K]`: the RMSNorm of the row of `table` `[V, K]` that int32 `token` `[1]` names, which
+    is not checked, and behind it that of `x` `[1, K]`. `weights` `[2, K]`: of both."""
+    K = table.shape[1]
+    y = table.new_empty(1, 2 * K)
+    args = {"token": token, "table": table, "x": x, "weights": weights, "eps": eps, "K": K, "y": y}
+    kernels.launch("join_norms", (2,), _norm_block(K), args, overlap=True)
+    return y
+
+
 def added(
     kernels: KernelSet,
     x: Tensor,

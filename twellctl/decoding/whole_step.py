@@ -137,6 +137,7 @@ class WholeStep:
         # through which blocks hand results to each other, and how often they were used
         self._words = torch.zeros(6 * K + blocks * (K + 4 * D), dtype=torch.int32, device=device)
         self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        self._first = torch.zeros(1, dtype=torch.int32, device=device)  # of a table of one row
 
     def new_stamps(self) -> Tensor:
         """Zeros for the clocks of a step, int64 `[L, len(STEP_STAGES), blocks]`."""
@@ -156,12 +157,31 @@ class WholeStep:
         int32 tokens and positions `[1, 1]`, tables `[1, W]`, as of `Decoder.run`. `stamps`, of
         `new_stamps`, gets each block's clock behind each stage that it has part in.
         """
-        sizes, device, rough = self._sizes, tokens.device, self._rough
-        embeddings, V = self._embeddings, ceil_div(sizes.V, spec.STEP_QUAD) * spec.STEP_QUAD
-        if (scale := self._scales.embeddings) != 1:  # a table of one row
-            embeddings, tokens = F.embedding(tokens, embeddings) * scale, torch.zeros_like(tokens)
+        embeddings, V = self._embeddings, ceil_div(self._sizes.V, spec.STEP_QUAD) * spec.STEP_QUAD
+        if (scale := self._scales.embeddings) != 1:
+            embeddings, tokens = F.embedding(tokens, embeddings) * scale, self._first
         if self._is_exact(wanted):
             V = 0  # see _logits
+        made, counts = self._launch(tokens, embeddings, positions, tables, V, stamps)
+        return self._scales.of_model(self._logits(made, wanted)), counts
+
+    def states(self, x: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
+        """The normalised state bf16 `[1, K]` that the layers make of `x` `[1, K]`, which they take
+        in the place of an embedding; positions and tables as above. The head is not read."""
+        made, _ = self._launch(self._first, x, positions, tables, 0, None)
+        return made.x
+
+    def _launch(
+        self,
+        tokens: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        V: int,
+        stamps: Tensor | None,
+    ) -> tuple[Estimate, Tensor]:
+        """What the kernel says of `V` rows of the head, and counts as above."""
+        sizes, device, rough = self._sizes, tokens.device, self._rough
         counts = torch.empty(len(self._layers), 1, dtype=torch.int32, device=device)
         made = Estimate.empty(V, sizes.K, self._limits.num_sms, device)
         self._kernels.launch(
@@ -199,7 +219,7 @@ class WholeStep:
             self._limits.smem_bytes,
             together=True,
         )
-        return self._scales.of_model(self._logits(made, wanted)), counts
+        return made, counts
 
     def _is_exact(self, wanted: Wanted) -> bool:
         """Whether the logits are a product behind the kernel."""
