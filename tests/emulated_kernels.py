@@ -66,7 +66,7 @@ class EmulatedKernels:
 
         `args` as a `KernelSet` takes them.
         `beside`: memory that it reads by pointers in memory. `from_previous`: what the kernel in
-        front writes, which may still run. Raises `Wrong`.
+        front writes, which may still run, of these tensors or parts of them. Raises `Wrong`.
         """
         library = _library(self.sources, name)
         columns, rows = (*grid, 1)[:2]
@@ -77,13 +77,10 @@ class EmulatedKernels:
         floats = [arg for kind, arg in pairs if kind == "float"]
         whole = [_word(arg) for kind, arg in pairs if kind != "float"]
         words[: len(whole)], numbers[: len(floats)] = whole, floats
-        previous = {tensor.data_ptr() for tensor in from_previous}
-        memory = [
-            number
-            for tensor in (*args.values(), *beside)
-            if isinstance(tensor, Tensor)
-            for number in (tensor.data_ptr(), _reach(tensor), tensor.data_ptr() in previous)
-        ]
+        of_previous = [(tensor.data_ptr(), _reach(tensor), True) for tensor in from_previous]
+        given = (arg for arg in (*args.values(), *beside) if isinstance(arg, Tensor))
+        others = ((tensor.data_ptr(), _reach(tensor), False) for tensor in given)
+        memory = [number for place in (*of_previous, *others) for number in place]
         given = (ctypes.c_uint64 * len(memory))(*memory)
         entry = ctypes.cast(library[name], ctypes.c_void_p)
         wrong = library.launch(

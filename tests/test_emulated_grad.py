@@ -1,13 +1,16 @@
 """Kernels for lists of the forward and the backward pass, emulated: what tests/gpu/ asks."""
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from compiled import EVERY_CASE
 from emulated_kernels import EmulatedKernels, needs_emulator
 
 from twellctl.bundle.twell_plan import Limits
+from twellctl.bundle.twell_spec import PAGE
 
 pytestmark = needs_emulator
 MOST = 320_000  # of what a case multiplies, so that it takes no more than a second
@@ -84,11 +87,19 @@ def test_the_forward_pass_as_on_a_gpu(kernels, name, given):
 of_gpu = on_cpu("test_attend")
 
 
+def stored_heads(args) -> Iterator[torch.Tensor]:
+    """What `store_keys` writes for an `attend` with these arguments, each head by itself."""
+    for position, table in zip(args["positions"].tolist(), args["tables"].tolist(), strict=True):
+        if position >= 0:
+            page, slot = table[position // PAGE], position % PAGE
+            yield from (*args["keys"][page, :, slot], *args["values"][page, :, slot])
+
+
 class Kernels(EmulatedKernels):
     def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False):
         """As `KernelSet.launch`; the kernel in front has ended, but `store_keys`."""
         assert grid[2:] in ((), (1,))
-        stored = (args["keys"], args["values"]) if args.get("new_is_cached") else ()
+        stored = stored_heads(args) if args.get("new_is_cached") else ()
         super().launch(name, grid[:2], block, args, smem_bytes, from_previous=stored)
 
 

@@ -33,9 +33,10 @@
 //
 // Batches lie at multiples of their size. Warp i of all the warps of a row's splits takes batches
 // i, i + warps, .. from the first that counts. A row that gives each warp of one block at most
-// `whole_batches` stays whole; a longer one uses as many splits as give each warp one. Other blocks
-// leave at once. With one split there is no second step; with several the last block to arrive
-// (tickets) adds up all parts in their order: results do not depend on time, nor on other rows.
+// `whole_batches` stays whole; a longer one uses as many splits as give each warp `split_batches`.
+// Other blocks leave at once. With one split there is no second step; with several the last block
+// to arrive (tickets) adds up all parts in their order: results do not depend on time, nor on other
+// rows.
 //
 // The new token's k and v are rotated and stored by the block whose batch it falls into, and used
 // there out of shared memory: so no block waits for another. If H / Hkv > HEADS, several blocks
@@ -118,14 +119,15 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
     const int guess = (before + warp) * S::BATCH / kPage;
     int page = load_constant_word(table + min(guess, job.width - 1));
     const Range range = range_of_row<DIM>(job, load_constant_word(job.positions + blockIdx.y));
-    if (before > 0 && (is_whole(job, range) || before > range.last - range.first)) return;
+    const Split split = split_of_block(job, range);
+    if (static_cast<int>(blockIdx.z) >= split.num) return;
     int at = range.first + before + warp;
     const auto page_of = [&](int batch) { return min(batch, range.last) * S::BATCH / kPage; };
     if (page_of(at) != guess) page = __ldg(table + page_of(at));
 
-    if (job.new_is_cached) wait_for_previous();
-
-    // the first batch, and what the new token is turned by
+    // the first batch, unless the kernel in front caches some of it, and what the new token is
+    // turned by
+    if (job.new_is_cached && !is_old<DIM>(range, at)) wait_for_previous();
     uint4 keys[kLoads], values[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) keys[i] = values[i] = make_uint4(0, 0, 0, 0);
@@ -135,13 +137,13 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
     };
     load(keys, job.keys, at);
     load(values, job.values, at);
-    const Split split = split_of_block(job, range);
     const int number = warp * S::GROUPS + lane.group;
     const bool has_new_head = warp * S::GROUPS < HEADS + 2;
     NewHead head;
     if (has_new_head)
         head = begin_new_head<DIM, HEADS>(job, heads, range, lane, number, split.has_new);
     int next_page = __ldg(table + page_of(at + split.step));
+    fetch_batches<DIM>(job, table, heads.kv, range, at + split.step, split.step);
     wait_for_previous();
     if (has_new_head) finish_new_head<DIM, HEADS>(job, heads, head, lane, number, shared);
     __syncthreads();
@@ -189,15 +191,15 @@ __device__ __forceinline__ void attend(const Job& job, float* memory) {
              int width, const unsigned short* cos, const unsigned short* sin, int columns,         \
              int half, const unsigned short* q_norm, const unsigned short* k_norm, float eps,      \
              unsigned short* keys, unsigned short* values, int num_kv_heads, int sharing,          \
-             int window, int whole_batches, int new_is_cached, float scale, float cap,             \
-             float* parts, unsigned* tickets, unsigned* out) {                                     \
+             int window, int whole_batches, int split_batches, int new_is_cached, float scale,     \
+             float cap, float* parts, unsigned* tickets, unsigned* out) {                          \
         extern __shared__ float memory[];                                                          \
-        attend<DIM, HEADS>(                                                                        \
-            {qkv,           positions, tables,       table_stride, width,   cos,                   \
-             sin,           columns,   half,         q_norm,       k_norm,  eps,                   \
-             keys,          values,    num_kv_heads, sharing,      window,  whole_batches,         \
-             new_is_cached, scale,     cap,          parts,        tickets, out},                  \
-            memory);                                                                               \
+        attend<DIM, HEADS>({qkv,     positions, tables,        table_stride,  width,               \
+                            cos,     sin,       columns,       half,          q_norm,              \
+                            k_norm,  eps,       keys,          values,        num_kv_heads,        \
+                            sharing, window,    whole_batches, split_batches, new_is_cached,       \
+                            scale,   cap,       parts,         tickets,       out},                \
+                           memory);                                                                \
     }
 
 TWELL_ENTRIES(TWELL_ATTEND)

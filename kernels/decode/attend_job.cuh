@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kPage = spec::PAGE;
 constexpr int kLoads = spec::ATTEND_LOADS;  // of keys, and of values, that a lane has under way
+constexpr int kFetched = 3;                 // a warp's batches, that are in L2 before they are read
 constexpr float kLog2E = 1.44269504f;
 
 struct Job {
@@ -20,7 +21,8 @@ struct Job {
     const unsigned short *q_norm, *k_norm;
     float eps;
     unsigned short *keys, *values;
-    int num_kv_heads, sharing, window, whole_batches;  // sharing: heads of q to one of k and v
+    int num_kv_heads, sharing, window;  // sharing: heads of q to one of k and v
+    int whole_batches, split_batches;
     int new_is_cached;  // the new tokens' k and v, by the kernel in front
     float scale, cap;   // of scores; 0: they are not capped
     float* parts;
@@ -76,6 +78,12 @@ __device__ __forceinline__ Range range_of_row(const Job& job, int position) {
     return {start, position, start / BATCH, position / BATCH};
 }
 
+// Whether no token of this launch is in batch `at`.
+template <int DIM>
+__device__ __forceinline__ bool is_old(const Range& range, int at) {
+    return (at + 1) * Shape<DIM>::BATCH + spec::MOST_QUERIES <= range.position + 1;
+}
+
 // How the row's batches are shared out.
 struct Split {
     int num;       // of splits that the row uses
@@ -90,7 +98,8 @@ __device__ __forceinline__ bool is_whole(const Job& job, const Range& range) {
 __device__ __forceinline__ Split split_of_block(const Job& job, const Range& range) {
     const int num_warps = blockDim.x / 32;
     if (gridDim.z == 1 || is_whole(job, range)) return {1, num_warps, true};
-    const int wanted = (range.last - range.first + num_warps) / num_warps;
+    const int of_split = num_warps * job.split_batches;
+    const int wanted = (range.last - range.first + of_split) / of_split;
     const int num = min(wanted, static_cast<int>(gridDim.z)), step = num * num_warps;
     const int owner = (range.last - range.first) % step - blockIdx.z * num_warps;
     return {num, step, owner >= 0 && owner < num_warps};
@@ -117,6 +126,23 @@ __device__ __forceinline__ void load_batch(uint4 (&to)[kLoads], const unsigned s
     for (int i = 0; i < kLoads; ++i)
         load_streamed_if(static_cast<unsigned>(first + i * S::GROUPS) < cached,
                          from + i * S::GROUPS * DIM, to[i]);
+}
+
+// The warp's batches from `at` on, into L2, while the kernel in front runs.
+template <int DIM>
+__device__ __forceinline__ void fetch_batches(const Job& job, const int* table, int kv_head,
+                                              const Range& range, int at, int step) {
+    using S = Shape<DIM>;
+    constexpr int LINE = 64;
+    const int column = threadIdx.x % 32 * LINE;
+    if (column >= S::BATCH * DIM) return;
+#pragma unroll 1
+    for (int i = 0; i < kFetched && is_old<DIM>(range, at); ++i, at += step) {
+        const int page = __ldg(table + at * S::BATCH / kPage);
+        const long long place = place_in_cache<DIM>(job, page, kv_head, at * S::BATCH) + column;
+        prefetch_into_l2(job.keys + place);
+        prefetch_into_l2(job.values + place);
+    }
 }
 
 // The new token's eight, if it is one of the lane's.

@@ -11,13 +11,14 @@ from played_kernels import H200, SIZES, TWELL, Kernels, stand_in
 from torch import nn
 from transformers import PreTrainedModel
 
-from twellctl.decoding.attention import MOST_QUERIES, plan_attend
+from twellctl.decoding.attention import MOST_QUERIES, plan_alike, plan_attend
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.kernel_layers import pad_rows
 from twellctl.decoding.opening import SLOW, describe_decoder, open_scheduler
 from twellctl.decoding.paged_cache import PagedCache
 from twellctl.decoding.pages import PAGE
+from twellctl.decoding.stable import STABLE_ROWS
 from twellctl.models.quantised import round_model
 from twellctl.models.schemes import SCHEMES
 
@@ -133,18 +134,21 @@ def test_a_model_that_was_decoded_can_be_trained_and_saved(tiny, prompts, tmp_pa
         assert torch.equal(weight, kept[name]), name
 
 
-@pytest.mark.parametrize("heads", [(9, 3), (15, 5), (4, 2)])
-def test_there_is_room_for_the_parts_of_any_number_of_rows(tiny, heads):
+@pytest.mark.parametrize("is_stable", [True, False], ids=["stable", "fast"])
+@pytest.mark.parametrize("heads", [(9, 3), (15, 5), (4, 1)])
+def test_there_is_room_for_the_parts_of_any_number_of_rows(tiny, heads, is_stable):
     """Splits of 6 rows of 9 heads, three of which share keys, need more than those of 4 or 8."""
     H, Hkv = heads
     sizes = {"hidden_size": 64 * H, "num_attention_heads": H, "num_key_value_heads": Hkv}
-    decoder = KernelDecoder(tiny(**sizes, head_dim=64, max_position_embeddings=2048))
-    assert decoder.max_rows == 64
+    model = tiny(**sizes, head_dim=64, max_position_embeddings=2048)
+    decoder = KernelDecoder(model, stable=is_stable)
     attached(decoder, 33)
-    for B in range(1, 65):
+    assert decoder.max_rows == (STABLE_ROWS if is_stable else 64)
+    for B in range(1, decoder.max_rows + 1):
         for width in decoder.widths(32):
-            for queries in range(1, min(MOST_QUERIES, 64 // B) + 1):
-                plan = plan_attend(B, H, Hkv, 64, width * PAGE, H200.num_sms, queries)
+            for queries in range(1, min(MOST_QUERIES, decoder.max_rows // B) + 1):
+                given = B, H, Hkv, 64, width * PAGE, H200.num_sms, queries
+                plan = plan_alike(*given, longest=2048) if is_stable else plan_attend(*given)
                 assert decoder._workspace.parts.numel() >= plan.num_parts, (B, width)
                 assert decoder._workspace.tickets.numel() >= plan.num_tickets, (B, width)
 

@@ -25,7 +25,8 @@ def parts_of(plan, position: int) -> tuple[int, int]:
     batches = position // batch_positions(plan.D) + 1
     if plan.splits == 1 or batches <= plan.num_warps * plan.whole_batches:
         return 1, plan.num_warps
-    return min(-(-batches // plan.num_warps), plan.splits), plan.num_warps
+    of_split = plan.num_warps * plan.split_batches
+    return min(-(-batches // of_split), plan.splits), plan.num_warps
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,15 @@ def test_attention_is_split_by_positions_alone(heads, longest):
                     assert (plan.B, plan.queries) == (B, Q)
                     found.add(parts_of(plan, position))
         assert len(found) == 1
+
+
+def test_blocks_have_fewer_heads_while_there_are_multiprocessors_for_them():
+    """Of heads of 128 over 1,024 positions: four splits."""
+    sizes = {"D": 128, "max_positions": 1024, "num_sms": 132, "longest": 32768}
+    small = [plan_alike(1, 12, 2, queries=Q, **sizes) for Q in (1, 2, 4, 8, 16)]
+    assert [plan.heads for plan in small] == [1, 1, 2, 4, 4]
+    assert {plan.splits for plan in small} == {4}
+    large = [plan_alike(1, 32, 8, queries=Q, **sizes) for Q in (1, 2, 4)]
+    assert [plan.heads for plan in large] == [1, 2, 4]
+    alone = plan_alike(1, 32, 32, queries=1, **sizes)
+    assert alone.heads == 1

@@ -130,6 +130,8 @@ const Range& range_of(uintptr_t at, size_t num_bytes) {
     const auto has = [&](const Range& range) {
         return at >= range.begin && at + num_bytes <= range.end;
     };
+    for (size_t i = 0; i < ranges.size() && ranges[i].from_previous; ++i)  // parts of others
+        if (has(ranges[i])) return ranges[i];
     if (last < ranges.size() && has(ranges[last])) return ranges[last];
     for (last = 0; last < ranges.size(); ++last)
         if (has(ranges[last])) return ranges[last];

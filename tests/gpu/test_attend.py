@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen3 import modeling_qwen3
 
-from twellctl.bundle.twell_spec import PAGE
+from twellctl.bundle.twell_spec import HEADS_A_BLOCK, PAGE
 from twellctl.decoding.attention import (
     AttendLayer,
     Rotary,
@@ -151,6 +151,7 @@ def check_attend(
     splits=None,
     warps=None,
     whole=1,
+    split_batches=1,
     turned=None,
     cap=None,
 ) -> Tensor:
@@ -164,6 +165,7 @@ def check_attend(
         splits=splits or plan.splits,
         num_warps=max(warps or 0, plan.num_warps) if D > 128 else warps or plan.num_warps,
         whole_batches=whole,
+        split_batches=split_batches,
     )
     qkv = random_bf16(len(positions), (H + 2 * Hkv) * D, seed=5)
     rotary = tables_of_angles(D, turned=turned)
@@ -200,9 +202,12 @@ def test_attend(kernels, heads, positions):
 
 
 @pytest.mark.parametrize("heads", HEADS[::2], ids=str)
-@pytest.mark.parametrize(("splits", "warps", "whole"), [(5, 5, 1), (16, 4, 1), (3, 8, 2)])
-def test_splits(kernels, heads, splits, warps, whole):
-    check_attend(kernels, heads, LONG, splits=splits, warps=warps, whole=whole)
+@pytest.mark.parametrize(
+    ("splits", "warps", "whole", "of_split"), [(5, 5, 1, 1), (16, 4, 1, 2), (3, 8, 2, 1)]
+)
+def test_splits(kernels, heads, splits, warps, whole, of_split):
+    how = {"splits": splits, "warps": warps, "whole": whole}
+    check_attend(kernels, heads, LONG, split_batches=of_split, **how)
 
 
 @pytest.mark.parametrize("heads", HEADS[1::2], ids=str)
@@ -237,6 +242,7 @@ def check_queries(
     normed=False,
     splits=None,
     warps=None,
+    split_batches=1,
     cap=None,
     turned=None,
 ) -> None:
@@ -258,7 +264,7 @@ def check_queries(
     layer, other = (layer_of(made, window, normed, cap) for made in (pages, others))
     plan = plan_attend(B, H, Hkv, D, pages.width * PAGE, 132, Q)
     plan = replace(plan, splits=splits or plan.splits, num_warps=warps or plan.num_warps)
-    plan = replace(plan, whole_batches=1)
+    plan = replace(plan, whole_batches=1, split_batches=split_batches)
     alone = replace(plan, B=1, queries=1)
     workspace = open_workspace([plan, alone], torch.device(DEVICE))
     rotary = tables_of_angles(D, turned=turned)
@@ -305,12 +311,32 @@ def test_several_tokens_of_a_row(kernels, heads, queries):
         ((8, 2, 128), {"normed": True, "splits": 16}),
         ((7, 1, 38), {"turned": 20, "cap": 0.7}),
         ((3, 1, 256), {"normed": True, "window": 300, "splits": 5, "warps": 8}),
+        ((12, 2, 128), {"splits": 9, "split_batches": 2}),
         ((4, 2, 100), {"normed": True, "turned": 50, "splits": 2}),
     ],
     ids=str,
 )
 def test_several_tokens_of_a_row_of_other_models(kernels, heads, how):
     check_queries(kernels, heads, SPANS[5], **how)
+
+
+@pytest.mark.parametrize("heads", [(12, 2, 128), (7, 1, 64), (8, 2, 256)], ids=str)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_blocks_of_any_number_of_heads_give_the_same_bits(kernels, heads, queries):
+    H, Hkv, D = heads
+    rotary, qkv = tables_of_angles(D), random_bf16(queries, (H + 2 * Hkv) * D, seed=5)
+    found = []
+    for num in HEADS_A_BLOCK:
+        pages = Pages([1000 + queries - 1], Hkv, D)
+        plan = plan_attend(1, H, Hkv, D, pages.width * PAGE, 132, queries)
+        plan = replace(plan, heads=num, split_batches=2)
+        at = torch.arange(1000, 1000 + queries, dtype=torch.int32, device=DEVICE)
+        layer = AttendLayer(pages.keys, pages.values, D**-0.5)
+        tables = pages.tables.expand(queries, -1)
+        workspace = open_workspace([plan], torch.device(DEVICE))
+        found.append(attend(kernels, plan, layer, qkv, at, tables, rotary, workspace))
+    assert found[0].isfinite().all()
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 def test_rows_do_not_depend_on_their_neighbours(kernels):

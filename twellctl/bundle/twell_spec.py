@@ -237,6 +237,7 @@ def few_down_entries(capability: Capability, kind: str) -> dict[str, FewDownSize
 PAGE = 64  # positions of a page of the cache
 HEAD_DIMS = (64, 80, 96, 128, 256)  # others have zeros behind their columns
 HEADS_A_BLOCK = (1, 2, 4)
+MOST_QUERIES = 16  # new tokens of a row, at most
 ATTEND_LOADS = 8  # of 16 bytes, of keys and of values, that a lane has under way
 ATTEND_BLOCK = 256  # threads, at most
 NORM_WARPS, NORM_PARTS = 32, 2  # at most; eights of a thread

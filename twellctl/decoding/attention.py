@@ -18,12 +18,14 @@ from torch import Tensor
 
 from twellctl.bundle import twell_spec as spec
 from twellctl.bundle.twell_launch import KernelSet
+from twellctl.bundle.twell_plan import ceil_div
 
 _MAX_SPLITS = 64
 _WHOLE_BATCHES = 3  # a warp's, of a row that is not split: putting parts together takes 2 us
+_ALIKE_BATCHES = 2  # a warp's of a row that is split, where several tokens share a pass
 _SPLIT_POSITIONS = 4096  # a block's at most, or one long row holds up all others ...
 _WAVES = 8  # ... but not beyond so many blocks a place for one: most may find nothing to do
-MOST_QUERIES = 16  # new tokens of a row, at most
+MOST_QUERIES = spec.MOST_QUERIES
 
 
 # ---- attention ----
@@ -60,15 +62,12 @@ class AttendPlan:
     H: int
     Hkv: int
     D: int
+    heads: int  # of q, in one block
     splits: int  # of a row, at most
     num_warps: int  # of a block
     whole_batches: int = _WHOLE_BATCHES  # a warp's: rows of no more are not split
+    split_batches: int = 1  # a warp's, of a row that is split
     queries: int = 1
-
-    @cached_property
-    def heads(self) -> int:
-        """Heads of q in one block."""
-        return _heads_of_block(self.H // self.Hkv)
 
     @cached_property
     def width(self) -> int:
@@ -140,7 +139,7 @@ def plan_attend(
     by_length = min(-(-max_positions // _SPLIT_POSITIONS), _WAVES * at_once // blocks)
     useful = _useful_splits(D, max_positions, num_warps)
     splits = max(1, min(max(at_once // blocks, by_length), useful, _MAX_SPLITS))
-    return AttendPlan(B, H, Hkv, D, splits, num_warps, queries=queries)
+    return AttendPlan(B, H, Hkv, D, heads, splits, num_warps, queries=queries)
 
 
 def plan_alike(
@@ -150,14 +149,22 @@ def plan_alike(
     `max_positions`: the splits are those of one row of up to `longest` positions, but for those
     that no row uses."""
     alone = plan_attend(1, H, Hkv, D, longest, num_sms)
-    splits = min(alone.splits, _useful_splits(D, max_positions, alone.num_warps))
-    return replace(alone, B=B, queries=queries, splits=splits)
+    useful = _useful_splits(D, max_positions, alone.num_warps, _ALIKE_BATCHES)
+    splits = min(alone.splits, useful)
+    fine = (
+        heads
+        for heads in spec.HEADS_A_BLOCK
+        if B * queries * Hkv * ceil_div(H // Hkv, heads) * splits <= num_sms
+    )
+    heads = min(alone.heads, next(fine, alone.heads))  # the same bits, sooner
+    how = {"heads": heads, "splits": splits, "split_batches": _ALIKE_BATCHES}
+    return replace(alone, B=B, queries=queries, **how)
 
 
-def _useful_splits(D: int, max_positions: int, num_warps: int) -> int:
+def _useful_splits(D: int, max_positions: int, num_warps: int, split_batches: int = 1) -> int:
     """How many splits a row of so many positions uses, at most."""
-    useful = -(-max_positions // (batch_positions(D) * num_warps))
-    return 1 if useful <= _WHOLE_BATCHES else useful
+    batches = ceil_div(max_positions, batch_positions(D) * num_warps)  # of a warp
+    return 1 if batches <= _WHOLE_BATCHES else ceil_div(batches, split_batches)
 
 
 @dataclass(frozen=True)
@@ -239,6 +246,7 @@ def attend(
             "sharing": plan.H // plan.Hkv,
             "window": layer.window or 0,
             "whole_batches": plan.whole_batches,
+            "split_batches": plan.split_batches,
             "new_is_cached": plan.queries > 1,
             "scale": layer.scale,
             "cap": layer.cap or 0,

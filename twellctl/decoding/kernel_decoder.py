@@ -344,11 +344,11 @@ class KernelDecoder:
         return self._attend_plans[B, Q, width]
 
     def _all_plans(self, reach: int) -> Iterator[attention.AttendPlan]:
-        """Of any number of rows, each with the most tokens: some want more room than the most
-        rows do."""
+        """Of any number of rows and tokens: some want more room than the most of them do."""
         for B in range(1, self.max_rows + 1):
-            for width in self.widths(pages_for(reach)):
-                yield self._attend_plan(B, min(attention.MOST_QUERIES, self.max_rows // B), width)
+            for queries in range(1, min(attention.MOST_QUERIES, self.max_rows // B) + 1):
+                for width in self.widths(pages_for(reach)):
+                    yield self._attend_plan(B, queries, width)
 
     def _make_plan(self) -> WayPlan:
         kv_heads = self._model.config.num_key_value_heads
