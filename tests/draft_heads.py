@@ -99,15 +99,16 @@ def assert_alike(
     judge: HeadPass, ours: HeadPass, tables: Tensor, position: int, states: Tensor, count: int
 ) -> None:
     """That both make the same of `count` tokens from `position` on, each from what the judge made
-    before it; `states` `[1, K]` are of the token before them."""
+    before it; `states` `[1, K]` are of the token before them, and lie among others."""
     device = states.device
     at = torch.tensor([position], dtype=torch.int32, device=device)
+    read = torch.cat((at, at - 1, at - 2))
     for each in (judge, ours):
-        each.begin(tables, at, count)
+        each.begin(tables, at, count, torch.cat((-states, states, 2 * states)), read)
     for number in range(count):
         token = torch.tensor([7 + number], dtype=torch.int32, device=device)
-        given = number, token, at + number, states
-        (states, wanted), (made, found) = judge(*given), ours(*given)
-        assert (made - states).float().std() < 0.02 * states.float().std()
+        wanted, found = (each(number, token, at + number) for each in (judge, ours))
+        assert (ours.states - judge.states).float().std() < 0.02 * judge.states.float().std()
         assert (found - wanted).std() < 0.02 * wanted.std()
         assert wanted[0, found.argmax()] > wanted.max() - 0.1 * wanted.std()
+        ours.states = judge.states

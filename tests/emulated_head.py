@@ -17,15 +17,17 @@ from twellctl.decoding.whole_step import DecoderLayer
 
 H200 = Limits(132, 232448, (9, 0))
 FROM_STEP = ("x", "most", "least", "logits")
+FROM_CHOICE = ("token", "position", "states", "read")
 
 
 class HeadKernels(EmulatedKernels):
-    """Those behind a step, which may still run."""
+    """Those behind a step or a choice, which may still run."""
 
     def launch(self, name, grid, block, args, smem_bytes=0, *, overlap=False, **how):
         """As `KernelSet.launch`."""
         if overlap:
-            how["from_previous"] = [args[name] for name in FROM_STEP if name in args]
+            found = (args.get(name) for name in (*FROM_STEP, *FROM_CHOICE))
+            how["from_previous"] = [tensor for tensor in found if tensor is not None]
         super().launch(name, grid, block, args, smem_bytes, **how)
 
 

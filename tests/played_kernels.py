@@ -59,8 +59,8 @@ class Kernels:
 
     def launch(self, name, grid, block, args, *, overlap) -> None:
         """`choose`; the others are stood in for with their launches."""
-        logits, fields, fired, records = (
-            args[of] for of in ("logits", "fields", "fired", "record")
+        logits, ids, fields, fired, records = (
+            args[of] for of in ("logits", "ids", "fields", "fired", "record")
         )
         assert (name, grid[1], args["V"], args["L"]) == ("choose", *logits.shape, len(fired))
         B, Q = len(logits) // args["Q"], args["Q"]
@@ -73,7 +73,7 @@ class Kernels:
         fields[Field.SLOT] ^= 1
         wide = _of_each_token(fields, inputs[1])
         end = StepEnd(Record([1] * len(fired), args["V"]), None, B, logits.device, Q)
-        end._by_torch(logits, fired, inputs, wide, fields, records, True)
+        end._by_torch(logits, ids, fired, inputs, wide, fields, records, True)
 
 
 def rotated(heads: Tensor, angles: tuple[Tensor, Tensor], turned: int) -> Tensor:
@@ -106,8 +106,13 @@ def embed_norm(
     return x, x if weight is None else norm(x, weight, eps)
 
 
-def join_norms(kernels, token, table, x, weights, eps) -> Tensor:
-    rows = F.embedding(token, table), x
+def join_norms(kernels, token, table, states, weights, eps, among=None) -> Tensor:
+    place = 0
+    if among is not None:
+        read, position = among
+        assert len(read) == len(states)
+        place = next((i for i, at in enumerate(read.tolist()) if at == int(position) - 1), 0)
+    rows = F.embedding(token, table), states[place : place + 1]
     return torch.cat([norm(row, own, eps) for row, own in zip(rows, weights, strict=True)], 1)
 
 

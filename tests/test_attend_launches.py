@@ -74,11 +74,15 @@ def test_norms_are_launched_as_their_source_says():
     norms.embed_norm(kernels, tokens, bf16(9, 2056), bf16(2056), 1e-5, scale=2)
     x, y = norms.embed_norm(kernels, tokens, bf16(9, 2056), None, 1e-5)
     assert y is x
-    y = norms.join_norms(kernels, tokens[:1], bf16(9, 2056), x[:1], bf16(2, 2056), 1e-5)
-    assert y.shape == (1, 4112)
+    given = tokens[:1], bf16(9, 2056), bf16(16, 2056), bf16(2, 2056), 1e-5
+    read = torch.zeros(16, dtype=torch.int32)
+    for among in (None, (read, tokens[:1])):
+        y = norms.join_norms(kernels, *given, among)
+        assert y.shape == (1, 4112)
+        assert kernels.made[-1][3]["num_read"] == (16 if among else 0)
     names = ["rms_norm"] * 2 + ["add_norm"] * 2 + ["embed_norm"] * 3
-    assert [name for name, *_ in kernels.made] == [*names, "join_norms"]
-    grids = [(3,)] * 7 + [(2,)]
+    assert [name for name, *_ in kernels.made] == [*names, "join_norms", "join_norms"]
+    grids = [(3,)] * 7 + [(2,)] * 2
     assert [launch[1:3] for launch in kernels.made] == [(grid, 288) for grid in grids]
 
 
@@ -114,6 +118,9 @@ def test_what_the_kernels_do_not_take_is_said():
     assert norms.why_no_norm(2048) is None
     assert norms.why_no_norm(100).endswith("not of 100")
     assert norms.why_no_norm(16392).endswith("not of 16392")
+    states, read = bf16(33, 64), torch.zeros(33, dtype=torch.int32)
+    with pytest.raises(ValueError, match="finds one of up to 32 states, not of 33"):
+        norms.join_norms(None, read, states, states, states, 1e-5, (read, read))
 
 
 def test_rotary_tables_are_what_the_model_computes():

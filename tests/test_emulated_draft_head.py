@@ -8,12 +8,15 @@ from compiled import EVERY_CASE
 from draft_heads import assert_alike, random_head, rounded, rounded_head
 from emulated_head import H200, DecoderKernels, HeadKernels, read_by
 from emulated_kernels import needs_emulator
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from twellctl.decoding import kernel_decoder, kernel_fit
+from twellctl.decoding.head_drafter import HeadDrafter
 from twellctl.decoding.kernel_decoder import KernelDecoder
 from twellctl.decoding.norms import join_norms, rms_norm
 from twellctl.decoding.paged_cache import PagedCache
+from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.torch_head import TorchHead
 
 pytestmark = needs_emulator
@@ -37,7 +40,7 @@ class Noted(DecoderKernels):
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("family", "own", "blocks", "step"), CASES)
-def test_a_draft_in_four_launches_is_as_in_pytorch(family, own, blocks, step, monkeypatch):
+def test_a_draft_in_few_launches_is_as_in_pytorch(family, own, blocks, step, monkeypatch):
     kernels, limits = Noted(), replace(H200, num_sms=blocks)
     for module in (kernel_decoder, kernel_fit):
         monkeypatch.setattr(module, "kernels_for", lambda sources, index: kernels)
@@ -64,14 +67,45 @@ def test_a_draft_in_four_launches_is_as_in_pytorch(family, own, blocks, step, mo
     assert kernels.launched == 2 * ["join_norms", product, step, rows]
     assert product.startswith("few_linear_1")
     assert rows.startswith("few_linear_1")
+    assert_little_besides(kernels, HeadDrafter(head, decoder), tables)
+
+
+def assert_little_besides(kernels: Noted, drafter: HeadDrafter, tables: torch.Tensor) -> None:
+    """Greedy drafts are launches of our own; torch copies the row, and what is chosen."""
+    kernels.beside = [*read_by([drafter._guess._layer])]
+    kernels.launched = []
+    fields = torch.zeros(len(Field), 1, dtype=torch.int32)
+    fields[Field.POSITION], fields[Field.LIMIT] = 63, 90
+    with Operations() as operations:
+        drafts = drafter.draft(fields, tables, 2, Variant(), None)
+    assert set(drafts[0].tolist()) <= set(drafter._end._ids.tolist())
+    assert len(kernels.launched) == 10
+    assert kernels.launched[4::5] == ["choose", "choose"]
+    assert operations.names == ["clone", "clamp"]
+
+
+class Operations(TorchDispatchMode):
+    """Names of those that a GPU would have to launch, as long as it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        is_launched = not operation.is_view and "empty" not in operation.name()
+        self.names += [operation.overloadpacket.__name__] if is_launched else []
+        return operation(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("K", [64, 8200])
 def test_norms_that_are_joined(K):
     kernels, generator = HeadKernels(), torch.Generator().manual_seed(K)
     table, x, weights = (torch.randn(n, K, generator=generator).bfloat16() for n in (5, 1, 2))
-    token = torch.tensor([3], dtype=torch.int32)
+    token, read = (torch.tensor(of, dtype=torch.int32) for of in ([3], [4, 8, 5]))
     made = join_norms(kernels, token, table, x, weights, 1e-5)
+    states = torch.cat((-x, x, 2 * x))
+    again = join_norms(kernels, token, table, states, weights, 1e-5, (read, token + 6))
+    assert torch.equal(again, made)
     own = [rms_norm(kernels, *of, 1e-5) for of in zip((table[3:4], x), weights, strict=True)]
     assert torch.equal(made, torch.cat(own, 1))
     wide = torch.cat((table[3:4], x)).double()

@@ -138,6 +138,8 @@ def test_norms():
     of_gpu.test_a_norm_that_is_added(Kernels(), 264)
     of_gpu.test_a_norm_of_a_part_of_rows(Kernels())
     of_gpu.test_embeddings_and_their_norm(Kernels(), 264)
+    of_gpu.test_norms_that_are_joined(Kernels(), 264)
+    of_gpu.test_a_state_that_is_found_by_its_position(Kernels(), 16)
 
 
 # ---- the end of a round: what tests/gpu/test_step_end.py asks, of few logits
@@ -150,6 +152,7 @@ of_end = on_cpu("test_step_end")
 def test_the_end_of_a_round(V):
     of_end.test_what_torch_would_choose(Kernels(), 3, V, False)
     of_end.test_what_torch_would_keep_of_a_round(Kernels(), 3, 5, V, False)
+    of_end.test_of_some_tokens_what_is_chosen_of_all(Kernels(), V, False)
 
 
 def test_records_of_a_round():

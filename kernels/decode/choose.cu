@@ -4,6 +4,7 @@
 // records of all that.
 //
 //   logits     float32 [B, Q, V]
+//   ids        int32 [V], ascending: the tokens that the logits are of; null: token i has the ith
 //   fields     int32, one line for each of Field in sampler.py, `fields_stride` apart; a row is a
 //              column
 //   tokens     int32 [B, Q]: what the row has read; null if Q is 1
@@ -71,10 +72,10 @@ __device__ __forceinline__ unsigned order_of(float value) {
 struct Best {
     unsigned order, token;
 
+    // `other` comes after all that were taken.
     __device__ __forceinline__ void take(float value, unsigned other) {
         const unsigned of_other = order_of(value);
-        if (of_other > order || (of_other == order && other < token))
-            order = of_other, token = other;
+        if (of_other > order) order = of_other, token = other;
     }
 
     // Of the warp: in each lane.
@@ -97,7 +98,8 @@ __device__ __forceinline__ uint4 load_four(const float* logits, int at, int V) {
 }
 
 // The best of the block's part of a row: in each thread of the first warp.
-__device__ __forceinline__ Best best_of_block(const float* logits, int V, const Noise& noise) {
+__device__ __forceinline__ Best best_of_block(const float* logits, const int* ids, int V,
+                                              const Noise& noise) {
     __shared__ Best of_warps[kWarps];
     Best best = {0, ~0u};
     int at = 4 * (blockIdx.x * kThreads + threadIdx.x);
@@ -109,9 +111,12 @@ __device__ __forceinline__ Best best_of_block(const float* logits, int V, const 
                                __uint_as_float(next.z), __uint_as_float(next.w)};
         next = load_four(logits, at + step, V);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (at + i < V)
-                best.take(noise.temperature > 0.f ? noise.drawn(four[i], at + i) : four[i], at + i);
+        for (int i = 0; i < 4; ++i) {
+            if (at + i >= V) continue;
+            unsigned token = at + i;
+            if (ids) token = ids[token];
+            best.take(noise.temperature > 0.f ? noise.drawn(four[i], token) : four[i], token);
+        }
     }
     best = best.of_warp();
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = best;
@@ -142,9 +147,10 @@ __device__ __forceinline__ int2 keep_chosen(unsigned long long* best, const int*
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    choose(const float* logits, int V, int* fields, int fields_stride, const int* tokens,
-           const int* positions, int Q, const int* fired, int L, int* record, int record_stride,
-           int token_stride, int slot_stride, unsigned long long* best, unsigned* tickets) {
+    choose(const float* logits, const int* ids, int V, int* fields, int fields_stride,
+           const int* tokens, const int* positions, int Q, const int* fired, int L, int* record,
+           int record_stride, int token_stride, int slot_stride, unsigned long long* best,
+           unsigned* tickets) {
     __shared__ unsigned said;
     const int row = Q == 1 ? blockIdx.y : blockIdx.y / Q;
     const auto field = [&](Field which) -> int& { return fields[which * fields_stride + row]; };
@@ -157,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Noise noise = {__int_as_float(field(kTemperature)), first,
                          mixed(high ^ mixed(first + kOdd))};
     wait_for_previous();
-    const Best own = best_of_block(logits + static_cast<long long>(blockIdx.y) * V, V, noise);
+    const Best own = best_of_block(logits + static_cast<long long>(blockIdx.y) * V, ids, V, noise);
     if (threadIdx.x == 0) {
         const unsigned long long number = own.order;
         atomicMax(best + blockIdx.y, number << 32 | ~own.token);

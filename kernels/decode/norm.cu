@@ -2,7 +2,9 @@
 // lie `stride` apart, and y may be x.
 // embed_norm: the same of rows of a table [., K], picked by int32 tokens [B], times `scale`, which
 // go to x, too; it begins a step, and clears what the step counts.
-// join_norms: of one row of such a table, by weights[0], and of x [K], by weights[1]: to y [2, K].
+// join_norms: of one row of such a table, by weights[0], and of one of `states` [., K], by
+// weights[1]: to y [2, K]. `read` int32 [num_read], at most 32, has the positions of the states.
+// The first just before `position` is taken, or the first of all, if there is none.
 // add_norm: of z [B, K], added to x; the sum goes to `sum`, and its norm by `weight` to y, if there
 // is a weight.
 //
@@ -98,6 +100,13 @@ struct Row {
     }
 };
 
+// Of positions: the place of the first that is just before `position`, or 0. All lanes call it.
+__device__ __forceinline__ int place_before(const int* read, int num, const int* position) {
+    const int lane = threadIdx.x % 32;
+    const unsigned found = __ballot_sync(~0u, lane < num && read[lane] == *position - 1);
+    return found ? __ffs(found) - 1 : 0;
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
@@ -133,14 +142,16 @@ extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kMaxWarps)
-    join_norms(const int* token, const uint4* table, const uint4* x, const uint4* weights,
-               float eps, int K, uint4* y) {
+    join_norms(const int* token, const uint4* table, const uint4* states, const int* read,
+               int num_read, const int* position, const uint4* weights, float eps, int K,
+               uint4* y) {
     __shared__ float sums[kMaxWarps];
     let_next_start();
     const int num = K / 8, which = blockIdx.x;
     const Weights own(weights + which * num, num);
     wait_for_previous();
-    Row row(which ? x : table + static_cast<long long>(*token) * num, num);
+    const long long place = which ? place_before(read, num_read, position) : *token;
+    Row row((which ? states : table) + place * num, num);
     row.normalise_by(own, eps, sums);
     row.store(y + which * num);
 }

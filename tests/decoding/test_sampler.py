@@ -69,7 +69,9 @@ def test_top_k_top_p_and_min_p_cut_as_transformers_does(logits):
 
 def test_noise_is_gumbels_and_of_no_pattern():
     seeds, positions = [1, 1, 2, 1 << 40], [7, 8, 7, 7]
-    noise = sampler._gumbel(rows_of([Sampling(1)] * 4, seeds, positions), 100_000)
+    noise = sampler._gumbel(
+        rows_of([Sampling(1)] * 4, seeds, positions), torch.arange(100_000).int()
+    )
     assert noise.isfinite().all()
     assert noise.mean(-1).sub(0.5772).abs().max() < 0.02
     assert noise.var(-1).sub(math.pi**2 / 6).abs().max() < 0.05

@@ -469,6 +469,22 @@ def test_norms_that_are_joined(kernels, K):
     assert torch.equal(made, torch.cat(each, 1))
 
 
+@pytest.mark.parametrize("num_states", [1, 16, 32])
+def test_a_state_that_is_found_by_its_position(kernels, num_states):
+    """The first one of several; the first of all if there is none."""
+    table, states = random_bf16(11, 512, seed=1), random_bf16(num_states, 512, seed=2)
+    weights = 1 + random_bf16(2, 512, seed=3, scale=0.2)
+    token = torch.tensor([4], dtype=torch.int32, device=DEVICE)
+    read = torch.arange(100, 100 + num_states, dtype=torch.int32, device=DEVICE)
+    read[num_states // 2 :] = 100 + num_states // 2
+    for at, place in ((100, 0), (100 + num_states // 2, num_states // 2), (7, 0)):
+        position = torch.tensor([at + 1], dtype=torch.int32, device=DEVICE)
+        given = kernels, token, table, states, weights, EPS
+        made = join_norms(*given, among=(read, position))
+        alone = join_norms(kernels, token, table, states[place : place + 1], weights, EPS)
+        assert torch.equal(made, alone)
+
+
 def test_norm_keeps_what_is_not_finite_in_its_row(kernels):
     x, weight = random_bf16(3, 512, seed=1), torch.ones(512, dtype=torch.bfloat16, device=DEVICE)
     x[1, 7] = NAN

@@ -108,7 +108,8 @@ def test_draws_are_those_of_the_cpu(tiny, prompts):
 
 def test_noise_is_that_of_the_cpu():
     fields = torch.randint(-(2**31), 2**31 - 1, (len(Field), 9), dtype=torch.int32)
-    on_cpu, on_gpu = _gumbel(fields, 5000), _gumbel(fields.cuda(), 5000).cpu()
+    tokens = torch.arange(5000, dtype=torch.int32)
+    on_cpu, on_gpu = _gumbel(fields, tokens), _gumbel(fields.cuda(), tokens.cuda()).cpu()
     assert torch.allclose(on_cpu, on_gpu, rtol=1e-5, atol=1e-5)
 
 

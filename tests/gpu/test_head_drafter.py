@@ -27,7 +27,11 @@ MODELS = {
     "odd heads": {"kind": "llama", "hidden_size": 576, "num_attention_heads": 9}
     | {"num_key_value_heads": 3, "head_dim": 64},
 }
-SAMPLINGS = {"greedy": Sampling(60, 0, top_logprobs=3), "drawn": Sampling(60, 0.8, seed=3)}
+SAMPLINGS = {
+    "greedy": Sampling(60, 0, top_logprobs=3),
+    "drawn": Sampling(60, 0.8, seed=3),
+    "penalised and cut": Sampling(60, 0.9, top_k=40, frequency_penalty=0.5, seed=4),
+}
 
 
 @pytest.fixture(params=MODELS)

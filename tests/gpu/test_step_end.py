@@ -6,7 +6,7 @@ import torch
 
 from twellctl.bundle.twell_launch import kernels_for
 from twellctl.decoding.engine import Sampling
-from twellctl.decoding.rounds import NOT_KEPT, inputs_of
+from twellctl.decoding.rounds import NO_TOKEN, NOT_KEPT, inputs_of
 from twellctl.decoding.sampler import Field, Variant, fields_of
 from twellctl.decoding.step_end import Record, StepEnd
 from twellctl.here.own_kernels import own_kernels
@@ -32,9 +32,14 @@ def rows_of(B: int) -> torch.Tensor:
 
 
 def ended(
-    kernels, logits: torch.Tensor, variant: Variant, drafts: torch.Tensor | None = None
+    kernels,
+    logits: torch.Tensor,
+    variant: Variant,
+    drafts: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fields and records after a round that gave `logits` `[B, V]`, or `[B, Q, V]` with drafts."""
+    """Fields and records after a round that gave `logits` `[B, V]`, or `[B, Q, V]` with drafts; of
+    the tokens `ids` alone, if these are given."""
     logits = logits if logits.dim() == 3 else logits[:, None]
     B, Q, V = logits.shape
     record, fields = Record(NEURONS, V), rows_of(B)
@@ -43,7 +48,7 @@ def ended(
     records = torch.zeros(70, Q, record.width, dtype=torch.int32, device=DEVICE)
     fired = torch.arange(len(NEURONS) * B * Q, dtype=torch.int32, device=DEVICE).view(-1, B, Q)
     end = StepEnd(record, kernels, 70, torch.device(DEVICE), Q)
-    end(logits, fired, inputs_of(fields, drafts), fields, records[:B], variant)
+    end(logits, fired, inputs_of(fields, drafts), fields, records[:B], variant, ids=ids)
     assert not end._best.any()
     assert not end._tickets.any()
     return fields, records
@@ -90,6 +95,24 @@ def test_what_torch_would_keep_of_a_round(kernels, B, Q, V, is_cut):
         assert (fields[Field.SLOT] == 1).all()
         counts |= set((records[:B, :, 0] != NOT_KEPT).sum(1).tolist())
     assert len(counts) > 1
+
+
+@pytest.mark.parametrize("V", [4, 1021, 32768])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_of_some_tokens_what_is_chosen_of_all(kernels, V, is_cut):
+    """Those left out have -inf among all; of equal ones the first is taken."""
+    torch.manual_seed(V)
+    ids = torch.randperm(3 * V)[:V].sort().values.to(DEVICE)
+    logits = (3 * torch.randn(8, V)).round().to(DEVICE)
+    logits[5, V // 3] = float("nan")
+    whole = torch.full((8, 3 * V), -torch.inf, device=DEVICE).index_copy_(1, ids, logits)
+    variant, known = Variant(True, is_cut), slice(1 + len(NEURONS))
+    wanted_fields, wanted = ended(None, whole, variant)
+    for by in (None, kernels):
+        fields, records = ended(by, logits, variant, ids=ids.int())
+        assert torch.equal(fields[: Field.SLOT], wanted_fields[: Field.SLOT])
+        assert torch.equal(records[..., known], wanted[..., known])
+    assert {NO_TOKEN} < set(wanted[:8, 0, 0].tolist())
 
 
 def test_records_go_by_turns(kernels):

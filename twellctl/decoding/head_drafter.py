@@ -29,17 +29,20 @@ _NOWHERE = -2  # no position
 class HeadPass(Protocol):
     """A draft head over the cache of a decoder, one token of one row at a time. No host reads."""
 
-    def begin(self, tables: Tensor, position: Tensor, count: int) -> None:
+    states: Tensor  # `[n, K]`: what the next token continues
+
+    def begin(
+        self, tables: Tensor, position: Tensor, count: int, states: Tensor, read: Tensor
+    ) -> None:
         """`count` drafts behind the token at `position` `[1]` of a row, in the pages `tables` `[1,
-        W]`."""
+        W]`. `states` `[n, K]` are those of tokens at the positions `read`, int32 `[n]`: that token
+        continues the first of the position before its own, or the first of all if there is none.
+        """
         ...
 
-    def __call__(
-        self, number: int, tokens: Tensor, positions: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Of the token before draft `number`, int32 `[1]`, at its position `[1]`: its state `[1,
-        K]`, and float32 logits `[1, V]` of those that the head can guess. `states`: of the token
-        before it."""
+    def __call__(self, number: int, token: Tensor, position: Tensor) -> Tensor:
+        """Float32 logits `[1, V]` of the tokens that the head can guess, for draft `number`, behind
+        `token`, int32 `[1]`, at its position `[1]`. `states` becomes that token's, `[1, K]`."""
         ...
 
 
@@ -63,17 +66,14 @@ class HeadDrafter:
 
     def __init__(self, head: DraftHead, decoder: HeadDecoder):
         device = decoder.device
-        self._tokens = head.tokens.to(device)
         self._guess = decoder.open_head(head)
         self._states = decoder.keep_states(_MOST_READ)
         # the positions of the tokens that these are of
         self._read = torch.full((_MOST_READ,), _NOWHERE, dtype=torch.int32, device=device)
         self.stand: Sequence[Tensor] = (self._states, self._read)
         self._row: list[int] | None = None
-        size = 1, decoder.vocab_size  # tokens that it cannot guess keep this
-        self._logits = torch.full(size, -torch.inf, dtype=torch.float32, device=device)
         self._none_fired = torch.zeros(0, 1, 1, dtype=torch.int32, device=device)
-        self._end = DraftEnd(decoder)
+        self._end = DraftEnd(decoder, ids=head.tokens.to(device, torch.int32))
 
     def load(self, rows: Sequence[list[int]]) -> None:
         if rows and rows[0] is not self._row:  # a prompt was read, whose last token got logits
@@ -83,8 +83,7 @@ class HeadDrafter:
 
     def follow(self, tokens: Tensor, positions: Tensor) -> None:
         read = positions.flatten()[: len(self._read)]
-        self._read.fill_(_NOWHERE)
-        self._read[: len(read)] = read
+        self._read[: len(read)] = read  # behind these lie states of rounds before
 
     def draft(
         self,
@@ -94,15 +93,10 @@ class HeadDrafter:
         variant: Variant,
         weights: Weights | None,
     ) -> Tensor:
-        position = fields[Field.POSITION]
-        before = (self._read == position - 1).int().argmax(0, keepdim=True)
-        states = self._states.index_select(0, before)
-        self._guess.begin(tables, position, count)
+        self._guess.begin(tables, fields[Field.POSITION], count, self._states, self._read)
 
         def guess(number: int, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            nonlocal states
-            token, at = inputs[0][:, 0].clamp(min=0), inputs[1][:, 0]
-            states, found = self._guess(number, token, at, states)
-            return self._logits.index_copy_(1, self._tokens, found)[:, None], self._none_fired
+            token, position = (part[:, 0] for part in inputs)
+            return self._guess(number, token, position)[:, None], self._none_fired
 
         return self._end.drafts(fields, count, variant, weights, guess)

@@ -4,11 +4,11 @@ It is one more layer over the pages of the model's last one. What it caches ther
 written over by the model's pass, which reads the draft. Its weights are rounded to e4m3, where
 sizes allow, since a draft needs no more and takes the time that they are read in.
 
-A draft is a chain of launches, four where `step` takes the layer (whole_step.py):
+A draft is a chain of launches, five where `step` takes the layer (whole_step.py):
 
-    join_norms -> few_linear (join) -> step -> few_linear (its rows of the model's head)
+    join_norms -> few_linear (join) -> step -> few_linear (its rows of the model's head) -> choose
 
-Elsewhere the layer goes one kernel after the other (layer_pass.py).
+Elsewhere the layer goes one kernel after the other (layer_pass.py). The last one is step_end.py's.
 """
 
 from collections.abc import Callable
@@ -77,25 +77,34 @@ class KernelHead:
             kernels.prepare(few_dense_kernels(limits, kind))
         kernels.prepare(["join_norms"])
 
-    def begin(self, tables: Tensor, position: Tensor, count: int) -> None:
-        self._tables = tables
+    def begin(
+        self, tables: Tensor, position: Tensor, count: int, states: Tensor, read: Tensor
+    ) -> None:
+        self._tables, self.states = tables, states
+        self._read: Tensor | None = read
 
-    def __call__(
-        self, number: int, tokens: Tensor, positions: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, number: int, token: Tensor, position: Tensor) -> Tensor:
         kernels, limits = self._kernels, self._limits
-        given = tokens, self._embeddings, states, self._norms_joined, self._eps
-        x = linear(kernels, limits, join_norms(kernels, *given), self._join, overlap=True)
+        y = join_norms(
+            kernels,
+            token,
+            self._embeddings,
+            self.states,
+            self._norms_joined,
+            self._eps,
+            among=None if self._read is None else (self._read, position),
+        )
+        x = linear(kernels, limits, y, self._join, overlap=True)
         if self._in_one is None:
-            states = self._one_by_one(x, positions)
+            self.states = self._one_by_one(x, position)
         else:
-            states = self._in_one.states(x, positions, self._tables)
-        how = {"wide": True, "overlap": True}
-        return states, few_linear(kernels, limits, states, self._rows, **how)
+            self.states = self._in_one.states(x, position, self._tables)
+        self._read = None
+        return few_linear(kernels, limits, self.states, self._rows, wide=True, overlap=True)
 
-    def _one_by_one(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _one_by_one(self, x: Tensor, position: Tensor) -> Tensor:
         h = rms_norm(self._kernels, x, self._layer.norms.attention, self._eps)
-        through = self._over(positions, self._tables)
+        through = self._over(position, self._tables)
         _, states = through(self._layer, _WAY, x, h, self._norm)
         return states
 

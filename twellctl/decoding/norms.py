@@ -11,6 +11,7 @@ from twellctl.bundle import twell_spec as spec
 from twellctl.bundle.twell_launch import KernelSet
 
 LONGEST_ROW = 32 * spec.NORM_WARPS * spec.NORM_PARTS * 8  # K
+MOST_STATES = 32  # that join_norms finds one among: a lane looks at each
 
 
 def why_no_norm(K: int) -> str | None:
@@ -98,14 +99,44 @@ def embed_norm(
 
 
 def join_norms(
-    kernels: KernelSet, token: Tensor, table: Tensor, x: Tensor, weights: Tensor, eps: float
+    kernels: KernelSet,
+    token: Tensor,
+    table: Tensor,
+    states: Tensor,
+    weights: Tensor,
+    eps: float,
+    among: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`[1, 2 K]`: the RMSNorm of the row of `table` `[V, K]` that int32 `token` `[1]` names, which
-    is not checked, and behind it that of `x` `[1, K]`. `weights` `[2, K]`: of both."""
-    K = table.shape[1]
+    is not checked, and behind it that of one of `states` `[n, K]`. `weights` `[2, K]`: of both.
+
+    `among`: the positions int32 `[n]` of the states, n up to `MOST_STATES`, and that of the token,
+    `[1]`. The state is the first of the position before the token's; if there is none, and without
+    `among`, the first of all.
+    """
+    K, n = table.shape[1], len(states)
+    if among is not None and n > MOST_STATES:
+        raise ValueError(f"the norm kernel finds one of up to {MOST_STATES} states, not of {n}")
+    read, position = among or (None, None)
     y = table.new_empty(1, 2 * K)
-    args = {"token": token, "table": table, "x": x, "weights": weights, "eps": eps, "K": K, "y": y}
-    kernels.launch("join_norms", (2,), _norm_block(K), args, overlap=True)
+    kernels.launch(
+        "join_norms",
+        (2,),
+        _norm_block(K),
+        {
+            "token": token,
+            "table": table,
+            "states": states,
+            "read": read,
+            "num_read": 0 if read is None else n,
+            "position": position,
+            "weights": weights,
+            "eps": eps,
+            "K": K,
+            "y": y,
+        },
+        overlap=True,
+    )
     return y
 
 

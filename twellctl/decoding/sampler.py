@@ -75,15 +75,19 @@ def fields_of(sampling: Sampling, seed: int) -> np.ndarray:
     return fields
 
 
-def choose(logits: Tensor, fields: Tensor, drawn: bool) -> Tensor:
-    """The next token of each row, int64 `[B]`; logits `[B, V]`, fields int32 `[len(Field), B]`.
+def choose(logits: Tensor, fields: Tensor, drawn: bool, ids: Tensor | None = None) -> Tensor:
+    """Where the next token of each row lies among its logits `[B, V]`, int64 `[B]`; fields int32
+    `[len(Field), B]`.
 
-    kernels/decode/choose.cu does the same. Not `drawn`: all rows are greedy.
+    kernels/decode/choose.cu does the same. Not `drawn`: all rows are greedy. `ids` int32 `[V]`,
+    ascending: the tokens that the logits are of; None: all.
     """
     best = logits.argmax(-1)
     if not drawn:
         return best
-    noisy = _scaled(logits, fields).add_(_gumbel(fields, logits.shape[-1]))
+    if ids is None:
+        ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=fields.device)
+    noisy = _scaled(logits, fields).add_(_gumbel(fields, ids))
     return torch.where(_temperatures(fields) > 0, noisy.argmax(-1), best)
 
 
@@ -136,12 +140,11 @@ def _scaled(logits: Tensor, fields: Tensor) -> Tensor:
     return logits.float() / _temperatures(fields).clamp_min(GREEDY_BELOW)[:, None]
 
 
-def _gumbel(fields: Tensor, size: int) -> Tensor:
-    """Noise float32 `[B, size]`."""
+def _gumbel(fields: Tensor, tokens: Tensor) -> Tensor:
+    """Noise float32 `[B, V]` of `tokens` int32 `[V]`."""
     low, high, position = fields[Field.SEED_LOW], fields[Field.SEED_HIGH], fields[Field.POSITION]
     first = _mixed(low ^ _mixed(position + _ODD))
     second = _mixed(high ^ _mixed(first + _ODD))
-    tokens = torch.arange(size, dtype=torch.int32, device=fields.device)
     bits = _mixed(tokens * _ODD + first[:, None], second[:, None]) & 0x7FFFFFFF
     # between 0 and 1, fine near 0: that is where the largest noise comes from
     exponential = -torch.log1p(-(bits.float() + 0.5) * 2.0**-31)

@@ -101,23 +101,25 @@ class StepEnd:
         records: Tensor,
         variant: Variant,
         weights: Weights | None = None,
+        ids: Tensor | None = None,
     ) -> None:
         """From logits `[B, Q, V]` and `fired` int32 `[L, B, Q]` to `records` int32 `[B, Q, width]`.
 
         `inputs`: the tokens and positions `[B, Q]` that were read. The next token and position go
         into `fields`, int32 `[len(Field), B]`. Where the variant `writes_to_host`, `records` may be
         pinned, `[2, B, Q, width]`, and are written by turns. `weights` are those of the rows, where
-        the variant is weighed.
+        the variant is weighed. `ids` int32 `[V]`, ascending: the tokens that the logits are of, in
+        variants without weights and log-probabilities; None: all.
         """
         weighed = logits if weights is None else weights.weighed_all(logits, *inputs, fields)
         wide = _of_each_token(fields, inputs[1])
         flat = weighed.flatten(0, 1)
         flat = cut(flat, wide) if variant.cut else flat
         if self._kernels is None:
-            self._by_torch(flat, fired, inputs, wide, fields, records, variant.drawn)
+            self._by_torch(flat, ids, fired, inputs, wide, fields, records, variant.drawn)
         else:
             logits_of_tokens = flat.float().contiguous()
-            self._by_kernel(self._kernels, logits_of_tokens, fired, inputs, fields, records)
+            self._by_kernel(self._kernels, logits_of_tokens, ids, fired, inputs, fields, records)
         if weights is not None:
             weights.count_kept(*inputs, records[..., 0])
         if variant.logprobs:
@@ -126,6 +128,7 @@ class StepEnd:
     def _by_torch(
         self,
         logits: Tensor,
+        ids: Tensor | None,
         fired: Tensor,
         inputs: tuple[Tensor, Tensor],
         wide: Tensor,
@@ -134,9 +137,9 @@ class StepEnd:
         drawn: bool,
     ) -> None:
         tokens, positions = inputs
-        chosen = choose(logits, wide, drawn)
-        is_nan = logits.gather(-1, chosen[:, None]).view(tokens.shape).isnan()
-        chosen = chosen.view(tokens.shape)
+        places = choose(logits, wide, drawn, ids)
+        is_nan = logits.gather(-1, places[:, None]).view(tokens.shape).isnan()
+        chosen = (places if ids is None else ids[places]).view(tokens.shape)
         is_kept = kept(tokens, positions, chosen, is_nan)
         records[..., 0] = chosen.masked_fill(is_nan, NO_TOKEN).masked_fill(~is_kept, NOT_KEPT)
         records[..., self._record.fired] = fired.permute(1, 2, 0)
@@ -150,6 +153,7 @@ class StepEnd:
         self,
         kernels: KernelSet,
         logits: Tensor,
+        ids: Tensor | None,
         fired: Tensor,
         inputs: tuple[Tensor, Tensor],
         fields: Tensor,
@@ -165,6 +169,7 @@ class StepEnd:
             CHOOSE_BLOCK,
             {
                 "logits": logits,
+                "ids": ids,
                 "V": V,
                 "fields": fields,
                 "fields_stride": fields.stride(0),

@@ -35,16 +35,19 @@ class TorchHead:
         positions = torch.arange(reach, device=model.device)[None]
         self._cos, self._sin = (part[0] for part in rotary_of(model, kind)(like, positions))
 
-    def begin(self, tables: Tensor, position: Tensor, count: int) -> None:
+    def begin(
+        self, tables: Tensor, position: Tensor, count: int, states: Tensor, read: Tensor
+    ) -> None:
         self._seen = _Seen(self._keys, self._values, tables[0], position, count)
+        before = (read == position - 1).int().argmax(0, keepdim=True)
+        self.states = states.index_select(0, before)
 
-    def __call__(
-        self, number: int, tokens: Tensor, positions: Tensor, states: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        angles = self._cos[positions], self._sin[positions]
-        embedded = F.embedding(tokens, self._embeddings)
-        states = self._head(embedded, states, angles, self._seen.attending(number))
-        return states, F.linear(states, self._rows).float()
+    def __call__(self, number: int, token: Tensor, position: Tensor) -> Tensor:
+        angles = self._cos[position], self._sin[position]
+        embedded = F.embedding(token, self._embeddings)
+        attend = self._seen.attending(number)
+        self.states = self._head(embedded, self.states, angles, attend)
+        return F.linear(self.states, self._rows).float()
 
 
 class _Seen:
