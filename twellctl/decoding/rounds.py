@@ -104,10 +104,10 @@ def inputs_of(fields: Tensor, drafts: Tensor | None) -> tuple[Tensor, Tensor]:
         return first, position
     tokens = torch.cat([first, drafts.int()], 1)
     Q = tokens.shape[1]
-    wanted = (fields[Field.LIMIT, :, None] - position + 1).clamp(1, Q)
-    place = torch.arange(Q, dtype=torch.int32, device=tokens.device) - (Q - wanted)
+    wanted = (fields[Field.LIMIT, :, None] - position).clamp(0, Q - 1)  # drafts of each row
+    place = wanted + torch.arange(1 - Q, 1, dtype=torch.int32, device=tokens.device)
     tokens = tokens.gather(1, place.clamp(min=0).long())
-    return tokens, torch.where(place < 0, -1, position + place).int()
+    return tokens, (position + place).masked_fill_(place < 0, -1)
 
 
 def kept(tokens: Tensor, positions: Tensor, chosen: Tensor, is_nan: Tensor) -> Tensor:
