@@ -100,8 +100,8 @@ def near_ties(model: Model, wanted: int = 50) -> Tensor:
     V, K, generator = model.vocabulary, model.K, torch.Generator().manual_seed(model.seed)
     x = judge(model).state
     rows = torch.randn(V, K, generator=generator, dtype=torch.float64) * K**-0.5
-    beside = rows - (rows @ x / x.square().sum())[:, None] * x
     tied = torch.randperm(V, generator=generator)[:wanted]
-    rows[tied] = beside[tied] + 6 * x / x.square().sum()
+    beside = rows[tied] - (rows[tied] @ x / x.square().sum())[:, None] * x
+    rows[tied] = beside + 6 * x / x.square().sum()
     rows[tied[1]] = rows[tied[0]]
     return rows.bfloat16()

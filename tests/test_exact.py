@@ -1,5 +1,6 @@
 """--exact: the answers of a fit's original, from the command to the server, and what is refused."""
 
+import functools
 import json
 import re
 import shutil
@@ -60,10 +61,10 @@ def fit(fits, tmp_path):
 
 @pytest.fixture(scope="module")
 def answers(silu_llama):
-    """`answers(prompt, **how)`: what the original writes by itself, in stable decoding."""
+    """`answers(prompt, **how)`: what the original writes by itself, in stable decoding; once."""
     loaded = load(silu_llama, stable=True)
     assert loaded.scheduler.decoder.stable
-    return lambda prompt, **how: loaded.generate(prompt, **how).text()
+    return functools.cache(lambda prompt, **how: loaded.generate(prompt, **how).text())
 
 
 @pytest.mark.parametrize("name", KINDS)

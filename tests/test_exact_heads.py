@@ -1,6 +1,7 @@
 """--exact with a draft head: the answers of its original, from the command to the server and the
 bench, and what is refused. Its weights are random, so few of its drafts are kept."""
 
+import functools
 import json
 import runpy
 import shutil
@@ -53,9 +54,9 @@ def head(shared, tmp_path):
 
 @pytest.fixture(scope="module")
 def answers(silu_llama):
-    """`answers(prompt, **how)`: what the original writes by itself, in stable decoding."""
+    """`answers(prompt, **how)`: what the original writes by itself, in stable decoding; once."""
     loaded = load(silu_llama, stable=True)
-    return lambda prompt, **how: loaded.generate(prompt, **how).text()
+    return functools.cache(lambda prompt, **how: loaded.generate(prompt, **how).text())
 
 
 @pytest.fixture

@@ -130,9 +130,13 @@ def test_the_changelog_is_short():
     assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 250
 
 
-def run_all(page: Path, cli) -> None:
-    """Its commands and then its snippets, in the current folder."""
+def run_all(page: Path, cli, done: set[str]) -> None:
+    """Its commands, but those that another page has `done` to the letter, and then its snippets, in
+    the current folder."""
     for line in commands(page):
+        if line in done:
+            continue
+        done.add(line)
         words = shlex.split(re.sub(r"^torchrun .* -m ", "", re.sub(r"^[A-Z_]+=\S+ ", "", line)))
         if words[0] == "twellctl":
             for out in OUTS.findall(line):
@@ -205,12 +209,18 @@ def shop(tmp_path_factory, make_model, text_file):
     return folder
 
 
+@pytest.fixture(scope="module")
+def done() -> set[str]:
+    """The command lines that were run in `shop`."""
+    return set()
+
+
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_guide_says_runs(page, shop, stand_ins, no_answers, cli, monkeypatch):
+def test_what_a_guide_says_runs(page, shop, done, stand_ins, no_answers, cli, monkeypatch):
     monkeypatch.chdir(shop)
     if not Path("relu-model").exists():
-        run_all(ROOT / "README.md", cli)
+        run_all(ROOT / "README.md", cli, done)
         shutil.copytree("relu", "relu-model")
         export("relu", "exported-fp8", quantize="fp8")
     if page != ROOT / "README.md":
-        run_all(page, cli)
+        run_all(page, cli, done)

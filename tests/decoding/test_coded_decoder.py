@@ -83,7 +83,8 @@ def weights_in_bf16(model: PreTrainedModel) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_sequence_goes_over_the_codes_alone(tiny, kernels, kind):
-    model = packed(make(tiny, kind))
+    """Of two layers where they are ReLU."""
+    model = packed(make(tiny, kind, num_hidden_layers=2 if kind == "relu" else 1))
     scheduler = open_scheduler(model, max_running=1, **CACHE)
     judge, decoder = expanded(model), scheduler.decoder
     counting = open_scheduler(judge, decoder=TorchDecoder(judge), max_running=1, **CACHE)
