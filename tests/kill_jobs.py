@@ -21,7 +21,7 @@ PIPELINE = """
 model: {model}
 out: {out}
 write: {{prompts: "{prompts}", max-tokens: 8, batch-size: 8}}
-draft: {{data: "{text}", tokens: 1024, seq-len: 32, passes: 1, ahead: 2, step-tokens: 512}}
+draft: {{data: "{text}", tokens: 1024, seq-len: 32, epochs: 1, ahead: 2, step-tokens: 512}}
 convert: {{data: "{text}", tokens: 1024, seq-len: 32, steps: 2, step-tokens: 64, eval-windows: 2}}
 finetune: {{data: ["{text}", "{out}/answers.jsonl"], max-steps: 3, seq-len: 32, batch-size: 4,
   eval-blocks: 2, save-steps: 1}}
