@@ -122,6 +122,7 @@ class KernelDecoder:
         self._scales = scales_of(model)
         self._attend_plans: dict[tuple[int, int, int], attention.AttendPlan] = {}
         self._states: Tensor | None = None
+        self._lower: Sequence[int] = ()
 
     def attach(self, cache: PagedCache) -> None:
         cache.check(self.shapes, by_tokens=False)
@@ -150,15 +151,26 @@ class KernelDecoder:
             self._rotary,
             self._logits,
             FiredCounts(self._model, len(self._layers)) if self._sparse else None,
+            self._tell,
         )
         self.whole_steps = self._make_whole_steps()
         self.plan = self._make_plan()
 
-    def keep_states(self, most: int) -> Tensor:
+    def keep_states(self, most: int, lower: Sequence[int]) -> Tensor:
         """As head_drafter.py has it; called before a pass is captured."""
-        size = most, self._embeddings.shape[1]
+        size = most, (1 + len(lower)) * self._embeddings.shape[1]
         self._states = torch.zeros(size, dtype=self._embeddings.dtype, device=self.device)
+        self._lower = lower
         return self._states
+
+    def _tell(self, states: Tensor, layer: int | None = None, wanted: Tensor | None = None) -> None:
+        """States `[n, K]`, those `wanted`, behind a lower `layer`, or behind all and normalised."""
+        if self._states is None or (layer is not None and layer not in self._lower):
+            return
+        K = states.shape[1]
+        place = len(self._lower) if layer is None else self._lower.index(layer)
+        told = (states if wanted is None else states[wanted])[: len(self._states)]
+        self._states[: len(told), place * K : (place + 1) * K] = told
 
     def open_head(self, head: DraftHead) -> KernelHead:
         """For passes of `head` over what the last layer caches."""
@@ -240,13 +252,12 @@ class KernelDecoder:
             through = over(self._rotary[i], self._workspace, eps)
             of_layer = counts[i] if self._sparse else None
             x, h = through(layer, ways[i], x, h, norms[i + 1], of_layer)
+            self._tell(x, i)
         return self._logits(h), counts
 
     def _logits(self, h: Tensor) -> Tensor:
         """Of the model, of normalised states."""
-        if self._states is not None:
-            told = h[: len(self._states)]
-            self._states[: len(told)] = told
+        self._tell(h)
         at_once = self._fit.at_once
         logits = wide_logits(self.kernels, self._limits, h, self._head, at_once)
         return self._scales.of_model(logits)

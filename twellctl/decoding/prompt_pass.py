@@ -37,6 +37,8 @@ class PromptPass:
 
     `qkv`: of each layer, the product of states `[T, K]` and its weight to q, k and v. `logits`
     takes normalised states `[n, K]`. `counts`: what of the FFNs is to be counted, if anything.
+    `tell` is told what each layer has made, `[T, K]`, its number, and of which tokens logits are
+    wanted.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class PromptPass:
         rotary: Sequence[Rotary],
         logits: Callable[[Tensor], Tensor],
         counts: FiredCounts | None,
+        tell: Callable[[Tensor, int, Tensor], None] | None = None,
     ):
-        self._kernels, self._logits, self._counts = kernels, logits, counts
+        self._kernels, self._logits, self._counts, self._tell = kernels, logits, counts, tell
         self._layers = [*zip(model.model.layers, layers, qkv, rotary, strict=True)]
         self._embeddings = model.get_input_embeddings().weight.detach()
         self._scales = scales_of(model)
@@ -90,11 +93,14 @@ class PromptPass:
         given = self._kernels, prompts.tokens, self._embeddings, norms[0], self._scales.eps
         x, h = embed_norm(*given, scale=self._scales.embeddings)
         angles = _Angles(prompts.positions)
-        for (module, layer, qkv, rotary), norm in zip(self._layers, norms[1:], strict=True):
+        layers = zip(self._layers, norms[1:], strict=True)
+        for number, ((module, layer, qkv, rotary), norm) in enumerate(layers):
             y = self._attended(qkv(h), prompts, layer, rotary, angles)
             y = module.self_attn.o_proj(y)
             x, h = self._added(x, y, layer.norms.after_attention, layer.norms.ffn)
             x, h = self._added(x, module.mlp(h), layer.norms.after_ffn, norm)
+            if self._tell is not None and prompts.last:
+                self._tell(x, number, prompts.wanted)
         return h
 
     def _added(

@@ -31,6 +31,7 @@ from twellctl.decoding.transfers import to_device
 from twellctl.heads.head import DraftHead
 from twellctl.here.own_kernels import own_kernels
 from twellctl.models.defaults import LONGEST, context_of
+from twellctl.models.lower_states import lower_states
 
 PREFILL_CHUNK = 1024
 _ATTENTION = ("sdpa", "eager")  # those that take a mask of numbers
@@ -111,11 +112,13 @@ class TorchDecoder:
         self.neurons: Sequence[int] = [] if self._fired is None else self._fired.neurons
         self.mapped = 0 if self._fired is None else self._fired.mapped
         self._states: Tensor | None = None
+        self._lower: Sequence[int] = ()
 
-    def keep_states(self, most: int) -> Tensor:
+    def keep_states(self, most: int, lower: Sequence[int]) -> Tensor:
         """As head_drafter.py has it, of a model whose head is a linear layer over its states."""
-        size = most, self._config.hidden_size
+        size = most, (1 + len(lower)) * self._config.hidden_size
         self._states = torch.zeros(size, dtype=self._model.dtype, device=self.device)
+        self._lower = lower
         return self._states
 
     def open_head(self, head: DraftHead) -> TorchHead:
@@ -227,10 +230,12 @@ class TorchDecoder:
     ) -> Tensor:
         """As `_logits`; the states go to `states` as well."""
         how |= {self._cache_argument: rows, "position_ids": rows.positions, "use_cache": True}
-        found = self._model.base_model(input_ids=tokens.long(), **how).last_hidden_state[:, -last:]
-        told = found.flatten(0, 1)[: len(states)]
+        with lower_states(self._model, self._lower) as lower:
+            found = self._model.base_model(input_ids=tokens.long(), **how).last_hidden_state
+        of_all = torch.cat((*lower, found), -1)[:, -last:]
+        told = of_all.flatten(0, 1)[: len(states)]
         states[: len(told)] = told
-        return self._model.get_output_embeddings()(found)
+        return self._model.get_output_embeddings()(found[:, -last:])
 
     def _masks(self, rows: "_Rows") -> Tensor | dict[str, Tensor]:
         """One mask, or one for each kind of layer where the config names several kinds."""

@@ -108,7 +108,9 @@ def load_head(folder: HeadFolder, model: "PreTrainedModel", original: str) -> "D
         raise TwellError(f"{folder.name} was trained for another model than {original}")
     try:
         with torch.device("meta"):  # else random weights are drawn, for seconds
-            head = DraftHead(HeadSizes(**folder.facts["sizes"]))
+            sizes = folder.facts["sizes"]
+            sizes |= {"lower": tuple(sizes.get("lower", ()))}
+            head = DraftHead(HeadSizes(**sizes))
         head = head.to(model.dtype).to_empty(device="cpu")
         head.load_state_dict(load_file(folder.path / WEIGHTS))
     except (TypeError, RuntimeError, OSError, SafetensorError) as error:

@@ -91,14 +91,22 @@ def sizes_of(model: PreTrainedModel, num_tokens: int) -> HeadSizes:
         qkv_bias=attention.q_proj.bias is not None,
         out_bias=attention.o_proj.bias is not None,
         q_k_norms=hasattr(attention, "q_norm"),
+        lower=lower_layers(len(model.model.layers)),
     )
+
+
+def lower_layers(num_layers: int) -> tuple[int, ...]:
+    """Those that a head reads beside the state, of a model with so many: near the first one, in the
+    middle, near the last one."""
+    return tuple(sorted({min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)}))
 
 
 @torch.no_grad()
 def begun_head(model: PreTrainedModel, tokens: Tensor, seed: int) -> DraftHead:
     """A head that guesses `tokens` `[V]`, ascending: float32, on the model's device.
 
-    It is the model's last layer, which reads the state before and next to nothing of the embedding.
+    It is the model's last layer, which reads the state before, next to nothing of the embedding and
+    nothing of lower layers.
     """
     head = DraftHead(sizes_of(model, len(tokens))).to(model.device)
     same = _LINEARS | _NORMS | (_Q_K_NORMS if head.sizes.q_k_norms else {})
@@ -110,5 +118,8 @@ def begun_head(model: PreTrainedModel, tokens: Tensor, seed: int) -> DraftHead:
     drawn.normal_(0, _SPREAD, generator=torch.Generator().manual_seed(seed))
     drawn[:, head.sizes.K :] += torch.eye(head.sizes.K)
     head.join.weight.copy_(drawn)
+    if head.sizes.lower:
+        head.merge.weight.zero_()
+        head.merge.weight[:, -head.sizes.K :] += torch.eye(head.sizes.K, device=model.device)
     head.tokens.copy_(tokens)
     return head

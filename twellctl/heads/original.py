@@ -9,17 +9,21 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from twellctl.decoding.paged_cache import cache_argument
+from twellctl.heads.last_layer import lower_layers
 from twellctl.models.families import rotary_of, turned_by
 from twellctl.models.loading import without_mask
+from twellctl.models.lower_states import lower_states
 
 
 @dataclass(frozen=True)
 class Read:
-    """What a model made of ids `[B, S]`: normalised states `[B, S, K]`, and what its last layer
-    cached, turned: keys and values `[B, Hkv, S, D]`."""
+    """What a model made of ids `[B, S]`: normalised states `[B, S, K]`, with the outputs of n lower
+    layers in front `[B, S, (1 + n) K]`, and what its last layer cached, turned: keys and values
+    `[B, Hkv, S, D]`."""
 
     ids: Tensor
     states: Tensor
+    all_states: Tensor
     keys: Tensor
     values: Tensor
 
@@ -29,6 +33,7 @@ class Original:
 
     def __init__(self, model: PreTrainedModel, seq_len: int):
         without_mask(model, seq_len)
+        self._lower = lower_layers(len(model.model.layers))
         self.model = model.requires_grad_(False)
         kind = turned_by(model, model.model.layers[-1])
         assert kind is not None, "why_no_head refuses such a model"
@@ -51,8 +56,9 @@ class Original:
         ids, cached = ids.to(self.device), _LastLayer()
         base = self.model.model
         how = {cache_argument(base): cached, "use_cache": True}
-        found = base(input_ids=ids, **how)
-        return Read(ids, found.last_hidden_state, cached.keys, cached.values)
+        with lower_states(self.model, self._lower) as lower:
+            states = base(input_ids=ids, **how).last_hidden_state
+        return Read(ids, states, torch.cat((*lower, states), -1), cached.keys, cached.values)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """`[.., K]` of ids."""

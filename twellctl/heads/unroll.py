@@ -20,7 +20,7 @@ def unroll(head: DraftHead, original: Original, read: Read, ahead: int) -> list[
     The head computes in the dtype of the model, whatever its weights are, as when it drafts.
     """
     bases = read.ids.shape[1] - ahead
-    states, attend, found = read.states[:, :bases], _Attention(read, bases), list[Tensor]()
+    states, attend, found = read.all_states[:, :bases], _Attention(read, bases), list[Tensor]()
     weights = {name: part.to(states.dtype) for name, part in head.named_parameters()}
     for first in range(1, 1 + ahead):
         embedded = original.embedded(read.ids[:, first : first + bases])
