@@ -12,8 +12,10 @@ from twellctl.bundle.twell_e4m3 import round_weight
 from twellctl.decoding.head_drafter import HeadPass
 from twellctl.heads.folder import save_head
 from twellctl.heads.head import DraftHead, HeadSizes
+from twellctl.heads.last_layer import lower_layers
 from twellctl.models.checkpoint import open_checkpoint
 from twellctl.models.loading import load_model
+from twellctl.models.lower_states import lower_states
 
 
 def random_head(model: PreTrainedModel, num_tokens: int | None = None) -> DraftHead:
@@ -32,6 +34,7 @@ def random_head(model: PreTrainedModel, num_tokens: int | None = None) -> DraftH
             config.rms_norm_eps,
             qkv_bias=model.model.layers[-1].self_attn.q_proj.bias is not None,
             q_k_norms=hasattr(model.model.layers[-1].self_attn, "q_norm"),
+            lower=lower_layers(config.num_hidden_layers),
         )
     )
     head.tokens = torch.randperm(config.vocab_size)[:V].sort().values
@@ -49,7 +52,8 @@ def rounded(weight: Tensor, *sizes: int) -> Tensor:
 def rounded_head(head: DraftHead, layer: bool = True) -> DraftHead:
     """With the weights that kernels read; of heads of 256 in one kernel the `layer` is bf16."""
     head = copy.deepcopy(head)
-    for linear in (head.join, *((head.q, head.k, head.v, head.out) if layer else ())):
+    merge = [head.merge] if head.sizes.lower else []
+    for linear in (*merge, head.join, *((head.q, head.k, head.v, head.out) if layer else ())):
         linear.weight.data = rounded(linear.weight, linear.in_features)
     for linear in (head.gate, head.up, head.down) if layer else ():
         linear.weight.data = rounded(linear.weight, head.sizes.K, head.sizes.N)
@@ -63,14 +67,19 @@ def guessed(head: DraftHead, model: PreTrainedModel, tokens: list[int], count: i
     device = model.device
     head = copy.deepcopy(head).to(device)
     read = torch.tensor([tokens[:-1]], device=device)
-    found = model.base_model(read, use_cache=True)
+    with lower_states(model, head.sizes.lower) as lower:
+        found = model.base_model(read, use_cache=True)
     cached = found.past_key_values.layers[-1]
     keys, values = (part[0].transpose(0, 1) for part in (cached.keys, cached.values))
-    state, token, drafts = found.last_hidden_state[0, -1], tokens[-1], []
+    state = torch.cat((*lower, found.last_hidden_state), -1)[0, -1]
+    token, drafts = tokens[-1], []
     rows = model.get_output_embeddings().weight[head.tokens]
     for position in range(len(tokens) - 1, len(tokens) - 1 + count):
         where = torch.tensor([[position]], device=device)
-        cos, sin = (part[0, 0] for part in model.base_model.rotary_emb(state, where))
+        cos, sin = (
+            part[0, 0]
+            for part in model.base_model.rotary_emb(read.new_zeros((), dtype=model.dtype), where)
+        )
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal keys, values
@@ -99,7 +108,7 @@ def assert_alike(
     judge: HeadPass, ours: HeadPass, tables: Tensor, position: int, states: Tensor, count: int
 ) -> None:
     """That both make the same of `count` tokens from `position` on, each from what the judge made
-    before it; `states` `[1, K]` are of the token before them, and lie among others."""
+    before it; `states` `[1, (1 + n) K]` are of the token before them, and lie among others."""
     device = states.device
     at = torch.tensor([position], dtype=torch.int32, device=device)
     read = torch.cat((at, at - 1, at - 2))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from twellctl.heads import original as of_original
-from twellctl.heads.last_layer import begun_head
+from twellctl.heads.last_layer import begun_head, lower_layers
 from twellctl.heads.loss import LESS, guessing_loss
 from twellctl.heads.unroll import unroll
 
@@ -20,12 +20,20 @@ def windows():
 
 
 def stock(original, ids):
-    """Of one window: states `[S, K]`, keys and values `[S, Hkv, D]` of the last layer, as
-    transformers itself returns them."""
+    """Of one window: the outputs of lower layers and states `[S, (1 + n) K]`, keys and values `[S,
+    Hkv, D]` of the last layer, as transformers itself returns them."""
+    layers, outputs = original.model.model.layers, []
+    lower = [layers[number] for number in lower_layers(len(layers))]
+    hooks = [
+        layer.register_forward_hook(lambda module, given, made: outputs.append(made))
+        for layer in lower
+    ]
     found = original.model.model(input_ids=ids[None], use_cache=True)
+    for hook in hooks:
+        hook.remove()
     cached = getattr(found, "cache", None) or found.past_key_values
     last = cached.layers[-1]
-    return found.last_hidden_state[0], *(
+    return torch.cat((*outputs, found.last_hidden_state), -1)[0], *(
         part[0].transpose(0, 1) for part in (last.keys, last.values)
     )
 
@@ -81,10 +89,12 @@ def test_a_head_begins_as_the_last_layer(model_folder, open_original, windows):
     head = begun_head(original.model, torch.arange(512), 0).double()
     head.norm_state = nn.Identity()
     head.join.weight.copy_(torch.eye(32, 64).roll(32, 1))
-    shifted = replace(read, states=given[0].roll(-1, 1))
+    shifted = replace(read, all_states=given[0].roll(-1, 1))
     (found,) = unroll(head, original, shifted, 1)
     # norms of transformers are computed in float32
     torch.testing.assert_close(found, read.states[:, 1:], rtol=1e-4, atol=1e-5)
+    assert read.all_states.shape[-1] == 32 * (1 + len(head.sizes.lower))
+    assert torch.equal(head.merged(read.all_states), read.states)
 
 
 def test_what_a_head_begins_with_beside_the_layer(model_folder, open_original):

@@ -35,8 +35,9 @@ class HeadPass(Protocol):
         self, tables: Tensor, position: Tensor, count: int, states: Tensor, read: Tensor
     ) -> None:
         """`count` drafts behind the token at `position` `[1]` of a row, in the pages `tables` `[1,
-        W]`. `states` `[n, K]` are those of tokens at the positions `read`, int32 `[n]`: that token
-        continues the first of the position before its own, or the first of all if there is none.
+        W]`. `states` are those of tokens at the positions `read`, int32 `[n]`, as `keep_states` has
+        them: that token continues the first of the position before its own, or the first of all if
+        there is none.
         """
         ...
 
@@ -49,9 +50,10 @@ class HeadPass(Protocol):
 class HeadDecoder(Decoder, Protocol):
     """A `Decoder` that can tell the states of the tokens it gave logits of."""
 
-    def keep_states(self, most: int) -> Tensor:
-        """Where each pass from now on leaves the normalised states of those tokens, row by row, the
-        first `most`: `[most, K]`, which stays where it is."""
+    def keep_states(self, most: int, lower: Sequence[int]) -> Tensor:
+        """Where each pass from now on leaves the states of those tokens, row by row, the first
+        `most`: the outputs of the `lower` layers, then the normalised state, `[most, (1 + n) K]`,
+        which stays where it is."""
         ...
 
     def open_head(self, head: DraftHead) -> HeadPass: ...
@@ -67,7 +69,7 @@ class HeadDrafter:
     def __init__(self, head: DraftHead, decoder: HeadDecoder):
         device = decoder.device
         self._guess = decoder.open_head(head)
-        self._states = decoder.keep_states(_MOST_READ)
+        self._states = decoder.keep_states(_MOST_READ, head.sizes.lower)
         # the positions of the tokens that these are of
         self._read = torch.full((_MOST_READ,), _NOWHERE, dtype=torch.int32, device=device)
         self.stand: Sequence[Tensor] = (self._states, self._read)

@@ -62,10 +62,14 @@ class KernelHead:
         joined = head.norm_embedding.weight, head.norm_state.weight
         self._norms_joined, self._norm = torch.stack([*map(on, joined)]), on(head.norm.weight)
         self._join = _weight(on(head.join.weight))
+        self._norms_lower = [on(norm.weight) for norm in head.norms_lower]
+        self._merge = _weight(on(head.merge.weight)) if head.sizes.lower else None
         sizes = step_sizes(head.sizes, len(rows), limits)
         self._layer = _layer_of(head, last, None if sizes is None else sizes.kind)
         self._in_one: WholeStep | None = None
         taken: list[Weight | FFN] = [self._rows, self._join]
+        if self._merge is not None:
+            taken.append(self._merge)
         if sizes is None:
             taken += [self._layer.qkv, self._layer.out, self._layer.ffn]
         else:
@@ -80,7 +84,7 @@ class KernelHead:
     def begin(
         self, tables: Tensor, position: Tensor, count: int, states: Tensor, read: Tensor
     ) -> None:
-        self._tables, self.states = tables, states
+        self._tables, self.states = tables, self._merged(states)
         self._read: Tensor | None = read
 
     def __call__(self, number: int, token: Tensor, position: Tensor) -> Tensor:
@@ -101,6 +105,15 @@ class KernelHead:
             self.states = self._in_one.states(x, position, self._tables)
         self._read = None
         return few_linear(kernels, limits, self.states, self._rows, wide=True, overlap=True)
+
+    def _merged(self, states: Tensor) -> Tensor:
+        """`[n, K]` of what the model has made, `[n, (1 + m) K]` with m lower layers."""
+        if self._merge is None:
+            return states
+        states = states.clone()
+        for weight, part in zip(self._norms_lower, states.split(len(self._norm), 1), strict=False):
+            rms_norm(self._kernels, part, weight, self._eps, out=part)
+        return linear(self._kernels, self._limits, states, self._merge, overlap=True)
 
     def _one_by_one(self, x: Tensor, position: Tensor) -> Tensor:
         h = rms_norm(self._kernels, x, self._layer.norms.attention, self._eps)
