@@ -471,7 +471,7 @@ def test_each_mistake_can_be_made():
         assert sources[mutation.file].decode().count(mutation.original) == 1, name
 
 
-@pytest.mark.parametrize("name", sorted(ALL))
+@pytest.mark.parametrize("name", sorted(ALL)[:: 1 if EVERY_CASE else 2])
 def test_a_mistake(name):
     mutation, sources = ALL[name], kernel_files()
     text = sources[mutation.file].decode()

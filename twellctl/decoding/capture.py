@@ -1,6 +1,8 @@
 """CUDA graphs of the engine's passes."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,20 @@ def captured(run: Callable[[], None], memory: Any, device: torch.device) -> "tor
     """
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream(device)
-    with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):
+    how = {"capture_error_mode": "thread_local"}
+    with without_collection(), torch.cuda.graph(graph, memory, stream, **how):
         run()
     return graph
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: it may free what engines of before have left, their graphs
+    and kernels, and a capture does not outlive that."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
