@@ -16,6 +16,8 @@ from twellctl.convert import convert
 from twellctl.errors import TwellError
 from twellctl.export import export
 from twellctl.finetune import finetune
+from twellctl.models.checkpoint import open_checkpoint
+from twellctl.models.originals import opened_source
 
 STRAY = ("train.jsonl", "notes.txt", "recipe.yaml", "LICENSE.key", "evil.py", "weights.onnx")
 STRAY += ("pytorch_model.bin", "pytorch_model.bin.index.json", "modeling_x.py", ".cache", "a.gguf")
@@ -227,6 +229,25 @@ def test_a_path_that_an_older_folder_holds_is_not_exported(relu_llama, tmp_path)
         config["twell"]["source"] = "/home/me/private/model"
     export(folder, tmp_path / "out")
     assert "source" not in json.loads((tmp_path / "out/config.json").read_text())["twell"]
+
+
+def test_a_revision_of_the_hub_is_that_of_the_source(source, tmp_path, monkeypatch):
+    asked = []
+
+    def fetch(name, revision):
+        asked.append((name, revision))
+        return source
+
+    monkeypatch.setattr("twellctl.models.checkpoint._download", fetch)
+    convert("owner/name", tmp_path / "relu", revision="v2")
+    export(tmp_path / "relu", tmp_path / "out")
+    for made in ("relu", "out"):
+        opened = opened_source(open_checkpoint(tmp_path / made))
+        assert (opened.hub_id, opened.revision) == asked[-1] == ("owner/name", "v2")
+    convert("owner/name", tmp_path / "newest")
+    newest = open_checkpoint(tmp_path / "newest")
+    assert "source_revision" not in newest.twell
+    assert opened_source(newest).revision is None
 
 
 CALLED, LINK = "gemma's & co (v1)", "https://x.y/z?a=b#c~d%20e"

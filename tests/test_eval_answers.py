@@ -265,10 +265,7 @@ def test_the_source_is_the_reference(short, tmp_path, monkeypatch, prompts):
     assert said == ["no --reference, and config.json names no source: what was lost is not known"]
     with json_in(tmp_path / "relu" / "config.json") as config:
         config["twell"]["source"] = "owner/model"
-    monkeypatch.setattr(
-        "twellctl.evaluation.subject.open_checkpoint",
-        lambda name: open_checkpoint(silu_llama if name == "owner/model" else name),
-    )
+    monkeypatch.setattr("twellctl.models.checkpoint._download", lambda name, revision: silu_llama)
     assert evaluate(tmp_path / "relu", prompts=prompts, limit=1).answers.answers == 1
 
 

@@ -193,7 +193,8 @@ def _written(
 
 def _config(checkpoint: Checkpoint, fit: Fit, fitted: "Fitted | None") -> dict[str, Any]:
     """config.json of the converted model."""
-    twell = new_twell(checkpoint.ffn.num_layers, checkpoint.hub_id, checkpoint.activation)
+    named = checkpoint.hub_id, checkpoint.activation, checkpoint.revision
+    twell = new_twell(checkpoint.ffn.num_layers, *named)
     config = checkpoint.config | {"twell": twell}
     if not fit.keep_activation:
         config[checkpoint.activation_key] = "relu"

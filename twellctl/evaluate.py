@@ -34,7 +34,7 @@ from twellctl.firing.grouping import GroupedWindows, grouped_windows
 from twellctl.models.bytes_read import bytes_read
 from twellctl.models.checkpoint import Checkpoint
 from twellctl.models.loading import default_device, fingerprint
-from twellctl.models.originals import find_original, source_of
+from twellctl.models.originals import find_original, opened_source
 from twellctl.settings import chosen
 from twellctl.text.files import kind_and_path
 from twellctl.text.reading import read_prompts, read_texts
@@ -197,13 +197,14 @@ def _source(
     checkpoint: Checkpoint, template_kwargs: dict[str, Any] | None, note: Doing
 ) -> Opened | None:
     """The model that `checkpoint` was made from, if it is known and can be opened."""
-    source = None if checkpoint.is_gated_source else source_of(checkpoint)
-    if source is None:
-        if not checkpoint.is_gated_source:
-            note("no --reference, and config.json names no source: what was lost is not known")
+    if checkpoint.is_gated_source:
         return None
     try:
-        return Opened.of(source, template_kwargs)
+        source = opened_source(checkpoint)
+        if source is not None:
+            return Opened.of(source, template_kwargs)
+        note("no --reference, and config.json names no source: what was lost is not known")
+        return None
     except TwellError as error:
         note(f"without its source, so what was lost is not known: {error}")
         return None

@@ -1,12 +1,14 @@
 """The "twell" block of config.json and the format's numbers. Standard library only.
 
     "twell": {"format_version": 1, "tile": int, "slots": [int a layer],
-              "source": str, "source_act": str, "densities": [float a layer],
+              "source": str, "source_revision": str, "source_act": str,
+              "densities": [float a layer],
               "map_neurons": int, "rounded_from": str,
               "activation": "relu", "sharpness": [int a layer], "down_share": [int a layer]}
 
 `densities`, the share of neurons that fire, are there if a profile measured them. `source_act` is
-the activation of the model that this one was made from, `source` its id on the hub, if it has one.
+the activation of the model that this one was made from, `source` its id on the hub, if it has one,
+`source_revision` the branch, tag or commit of it, if one was named.
 `map_neurons` is of a fitted model: so many of the last neurons of every FFN always fire, for they
 share one gate row; together they are a linear map of what the FFN reads. They are not part of any
 density.
@@ -48,7 +50,9 @@ def check_route(route: str, name: str = "route") -> str:
     return route
 
 
-def new_twell(num_layers: int, source: str | None, source_act: str) -> dict:
+def new_twell(
+    num_layers: int, source: str | None, source_act: str, source_revision: str | None = None
+) -> dict:
     """The block before anything was measured: safe slots."""
     twell = {
         "format_version": FORMAT_VERSION,
@@ -56,7 +60,8 @@ def new_twell(num_layers: int, source: str | None, source_act: str) -> dict:
         "slots": [SLOTS] * num_layers,
         "source_act": source_act,
     }
-    return twell if source is None else twell | {"source": source}
+    named = {"source": source, "source_revision": source_revision}
+    return twell | {key: name for key, name in named.items() if name is not None}
 
 
 def mapped_neurons(config: object) -> int:

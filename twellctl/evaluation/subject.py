@@ -67,7 +67,9 @@ class Opened:
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
-    def of(cls, name: str | Path, template_kwargs: dict[str, Any] | None = None) -> "Opened":
+    def of(
+        cls, name: str | Path | Checkpoint, template_kwargs: dict[str, Any] | None = None
+    ) -> "Opened":
         """The ReLU or gated model `name`; `template_kwargs` go to its chat template."""
         checkpoint = open_checkpoint(name)
         if not checkpoint.is_gated_source:

@@ -144,13 +144,15 @@ class Checkpoint:
         A `source` that is no hub id, but a folder of some machine, is left out.
         """
         if "twell" not in self.config:
-            return twell_config.new_twell(self.ffn.num_layers, self.hub_id, self.activation)
+            named = self.hub_id, self.activation, self.revision
+            return twell_config.new_twell(self.ffn.num_layers, *named)
         try:
             twell = twell_config.check_twell(self.config["twell"], self.ffn.num_layers)
         except ValueError as error:
             raise TwellError(f"{self.name}: config.json's {error}") from error
         is_public = _HUB_ID.fullmatch(str(twell.get("source")))
-        return twell if is_public else {k: v for k, v in twell.items() if k != "source"}
+        of_source = {"source", "source_revision"}
+        return twell if is_public else {k: v for k, v in twell.items() if k not in of_source}
 
     def require_unquantised(self) -> None:
         """Refuse a quantised model, whose weights are for inference only."""

@@ -53,21 +53,25 @@ def find_original(
             raise UsageError(f"original {original} is for exact answers: add {flag}")
         return None
     _refuse_no_fit(fit)
-    source = original or source_of(fit)
-    if source is None:
+    found = open_checkpoint(original) if original else opened_source(fit)
+    if found is None:
         raise TwellError(
             f"{fit.name} does not say from which model it was made: name that with --original MODEL"
         )
-    found = open_checkpoint(source)
     found.require_unquantised()
     _refuse_other(fit, found)
     return found
 
 
-def source_of(model: Checkpoint) -> str | Path | None:
-    """What `model` was made from: the original in its folder, or what its config.json names."""
-    within = model.path / ORIGINAL
-    return within if within.is_dir() else model.twell.get("source")
+def opened_source(model: Checkpoint) -> Checkpoint | None:
+    """What `model` was made from: the original in its folder, or what its config.json names, in the
+    revision that it names; None: it names none."""
+    within, twell = model.path / ORIGINAL, model.twell
+    if within.is_dir():
+        return open_checkpoint(within)
+    if "source" not in twell:
+        return None
+    return open_checkpoint(twell["source"], revision=twell.get("source_revision"))
 
 
 def _refuse_no_fit(fit: Checkpoint) -> None:

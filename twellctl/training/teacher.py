@@ -12,6 +12,7 @@ from twellctl.evaluation.results import AnswerScore
 from twellctl.evaluation.windows import dtype_for
 from twellctl.models.checkpoint import Checkpoint, open_checkpoint
 from twellctl.models.loading import default_device, load_model, load_tokenizer
+from twellctl.models.originals import opened_source
 from twellctl.text.blocks import Blocks
 from twellctl.training.progress import Progress
 from twellctl.training.recipe import UNNAMED_TEACHER, Recipe
@@ -52,12 +53,13 @@ def choose_teacher(student: Checkpoint, recipe: Recipe) -> Teacher | None:
         return Teacher(student, student.twell["source_act"])
     if student.twell["source_act"] == "relu":
         return None
-    if "source" not in student.twell:
+    source = opened_source(student)
+    if source is None:
         raise UsageError(
             f"{student.name} does not say from which model it was made: name that with --teacher "
             "MODEL, to learn from it, or give --teacher none"
         )
-    return _checked(student, open_checkpoint(student.twell["source"]))
+    return _checked(student, source)
 
 
 def may_be_source(student: Checkpoint, teacher: Checkpoint) -> bool:
