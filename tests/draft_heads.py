@@ -37,6 +37,9 @@ def random_head(model: PreTrainedModel, num_tokens: int | None = None) -> DraftH
             lower=lower_layers(config.num_hidden_layers),
         )
     )
+    for parameter in head.parameters():
+        if parameter.dim() == 1:  # norms and biases: each its own
+            parameter.data += 0.3 * torch.randn_like(parameter)
     head.tokens = torch.randperm(config.vocab_size)[:V].sort().values
     return head.requires_grad_(False).eval().to(model.dtype)
 

@@ -115,6 +115,11 @@ def test_what_the_kernels_do_not_take_is_said():
         with pytest.raises(ValueError, match=said):
             attention.plan_attend(1, 32, 8, D, 1024, 132)
     assert "32 are not a multiple" in attention.why_not_attend(32, 5, 64)
+    for queries in (0, 17):
+        with pytest.raises(ValueError, match=f"1 to 16 new tokens in a launch, not {queries}"):
+            attention.plan_attend(1, 32, 8, 64, 1024, 132, queries)
+        with pytest.raises(ValueError, match=f"1 to 16 new tokens in a launch, not {queries}"):
+            attention.plan_alike(1, 32, 8, 64, 1024, 132, queries, longest=1024)
     assert norms.why_no_norm(2048) is None
     assert norms.why_no_norm(100).endswith("not of 100")
     assert norms.why_no_norm(16392).endswith("not of 16392")

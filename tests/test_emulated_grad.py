@@ -126,6 +126,11 @@ def test_heads(heads, how):
         ((2, 1, 100), [(5, 16)], {"window": 9}),
         ((2, 1, 128), [(77, 2), (60, 2)], {"window": 33, "turned": 96}),
         ((2, 1, 256), [(63, 3)], {"normed": True}),
+        (
+            (2, 1, 128),
+            [(15, 16)],
+            {},
+        ),  # the first of a batch sees the last but 15 of the one before
     ],
     ids=str,
 )

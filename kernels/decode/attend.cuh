@@ -18,18 +18,18 @@
 // count, the new one included.
 //
 // Several rows may be tokens of one sequence, with the same table. Then `store_keys` runs before
-// and caches k and v of all of them; with `new_is_cached` the blocks wait for it before they read
-// the cache, and store nothing. Each row is split and added up as if it were alone, so its result
-// has the bits of a launch with one token of the sequence.
+// and caches k and v of all of them; with `new_is_cached` the blocks wait for it before they read a
+// batch that it may write (`is_old`), and store nothing. Each row is split and added up as if it
+// were alone, so its result has the bits of a launch with one token of the sequence.
 //
 // A block has a row, a head of k and v with up to HEADS of the heads of q that share it, and one of
 // the row's splits. 8 lanes (16 if DIM > 64, 32 if DIM > 128) hold a position, 16 bytes each. A
 // warp takes a batch, 8 times the positions that it holds side by side, and has all its keys and
-// values under way at once, those of the first batch before the previous kernel has ended. Of the 8
-// dot products that a lane has parts of, it ends with one whole: it takes that exponential and
-// hands it round for the sums of values; a lane has 8 columns of those. Warps, and after them
-// splits, keep (largest score, sum of exponentials, sums of values) and are put together at the
-// end.
+// values under way at once; those of the first batch, if it is old, before the previous kernel has
+// ended. Of the 8 dot products that a lane has parts of, it ends with one whole: it takes that
+// exponential and hands it round for the sums of values; a lane has 8 columns of those. Warps, and
+// after them splits, keep (largest score, sum of exponentials, sums of values) and are put together
+// at the end.
 //
 // Batches lie at multiples of their size. Warp i of all the warps of a row's splits takes batches
 // i, i + warps, .. from the first that counts. A row that gives each warp of one block at most

@@ -78,7 +78,7 @@ __device__ __forceinline__ Range range_of_row(const Job& job, int position) {
     return {start, position, start / BATCH, position / BATCH};
 }
 
-// Whether no token of this launch is in batch `at`.
+// Whether no token of this launch is in batch `at`: a row's tokens stand one behind the other.
 template <int DIM>
 __device__ __forceinline__ bool is_old(const Range& range, int at) {
     return (at + 1) * Shape<DIM>::BATCH + spec::MOST_QUERIES <= range.position + 1;

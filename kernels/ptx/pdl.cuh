@@ -14,7 +14,9 @@
 // weights of what follows come while they run. The first part of a kernel that may follow one of
 // them must read constants only: weights. `attend` and few_walk read more, old pages and x: they
 // follow few_linear, behind whose wait all that came before has ended, or a kernel that did not
-// start early.
+// start early. Between few_linear and `attend` there may be short kernels (store_keys, norms of q
+// and k): none starts before few_linear's wait, and `attend` reads early only pages that they do
+// not write.
 #pragma once
 
 #if __CUDA_ARCH__ >= 900

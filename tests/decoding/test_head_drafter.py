@@ -1,5 +1,6 @@
 """Rounds in which a draft head drafts: what it drafts, and that the tokens are the model's own."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from twellctl.decoding.drafted import MOST_DRAFTS
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.head_drafter import HeadDrafter
 from twellctl.decoding.opening import open_scheduler, open_schedulers
+from twellctl.decoding.pace import Pace
 from twellctl.decoding.rounds import Drafts
 from twellctl.decoding.sampler import Field
 from twellctl.decoding.scheduler import Scheduler
@@ -61,17 +63,32 @@ def test_drafts_are_what_the_head_guesses(model, prompts, drafted, num_tokens):
     head = random_head(model, num_tokens)
     for prompt in (prompts[0], prompts[3], prompts[4]):
         scheduler = open_scheduler(model, draft=head, drafts=Drafts(MOST_DRAFTS))
-        drafted.clear()
-        text = prompt + tokens_of(said(scheduler, [prompt], Sampling(20, 0))[0])
-        checked = 0
-        for fields, found in drafted:
-            token, position, limit = fields[: Field.LIMIT + 1, 0].tolist()
-            if position < len(text) and text[position] == token:
-                count = min(MOST_DRAFTS, limit - position)
-                wanted = guessed(head, model, text[: position + 1], count)
-                assert found[0, :count].tolist() == wanted
-                checked += 1
-        assert checked > 3
+        assert checked_drafts(scheduler, head, model, prompt, drafted) > 3
+
+
+def checked_drafts(scheduler, head, model, prompt, drafted) -> int:
+    """How many rounds had the drafts that `head` guesses."""
+    drafted.clear()
+    text = prompt + tokens_of(said(scheduler, [prompt], Sampling(20, 0))[0])
+    checked = 0
+    for fields, found in drafted:
+        token, position, limit = fields[: Field.LIMIT + 1, 0].tolist()
+        if position < len(text) and text[position] == token:
+            count = min(found.shape[1], limit - position)
+            wanted = guessed(head, model, text[: position + 1], count)
+            assert found[0, :count].tolist() == wanted
+            checked += 1
+    return checked
+
+
+def test_states_of_a_longer_round_before_are_not_taken(model, prompts, drafted, monkeypatch):
+    """They stay behind those of a shorter one, with their positions."""
+    counts = itertools.cycle([MOST_DRAFTS, 1, 3, 2])
+    monkeypatch.setattr(Pace, "choose", lambda self, *given: Drafts(next(counts)))
+    head = random_head(model)
+    scheduler = open_scheduler(model, draft=head)
+    assert checked_drafts(scheduler, head, model, prompts[0], drafted) > 5
+    assert {found.shape[1] for _, found in drafted} == {1, 2, 3, MOST_DRAFTS}
 
 
 def test_a_rehearsal_changes_no_draft(model, prompts, drafted, monkeypatch):

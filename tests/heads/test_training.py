@@ -148,6 +148,12 @@ def test_a_head_is_read_as_it_was_written(model_folder, tmp_path):
     for name, part in head.named_parameters():
         assert torch.equal(again.get_parameter(name), part.bfloat16().float()), name
     load_head(folder, model.bfloat16(), "model")
+    sizes = folder.facts["sizes"]
+    for lower in ([0, 99], [-1, 1], ["0", 1]):
+        folder.facts["sizes"] = sizes | {"lower": lower}
+        with pytest.raises(TwellError, match=r"cannot be loaded \(it reads layers .* of 2\)"):
+            load_head(folder, model, "model")
+    folder.facts["sizes"] = sizes
     with torch.no_grad():
         model.model.norm.weight[3] += 0.1
     with pytest.raises(TwellError, match="head was trained for another model than other"):

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from twellctl.here.captures import without_collection
+
 GRAPHS_BELOW = 8192
 SAMPLE_SECONDS = 0.03
 LONG_SECONDS = 0.2  # of a call so long that it needs no other before it
@@ -93,7 +95,7 @@ def _captured(call: Call, num_inputs: int) -> torch.cuda.CUDAGraph:
             call(number)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with without_collection(), torch.cuda.graph(graph):
         for number in range(num_inputs):
             call(number)
     return graph

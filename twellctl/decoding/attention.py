@@ -22,13 +22,19 @@ from twellctl.bundle.twell_plan import ceil_div
 
 _MAX_SPLITS = 64
 _WHOLE_BATCHES = 3  # a warp's, of a row that is not split: putting parts together takes 2 us
-_ALIKE_BATCHES = 2  # a warp's of a row that is split, where several tokens share a pass
+_ALIKE_BATCHES = 2  # a warp's, of a row that is split, in stable passes
 _SPLIT_POSITIONS = 4096  # a block's at most, or one long row holds up all others ...
 _WAVES = 8  # ... but not beyond so many blocks a place for one: most may find nothing to do
 MOST_QUERIES = spec.MOST_QUERIES
 
 
 # ---- attention ----
+
+
+def _check_queries(queries: int) -> None:
+    """Whose keys a launch may still wait for: attend_job.cuh, is_old."""
+    if not 1 <= queries <= MOST_QUERIES:
+        raise ValueError(f"a row has 1 to {MOST_QUERIES} new tokens in a launch, not {queries}")
 
 
 def why_not_attend(H: int, Hkv: int, D: int) -> str | None:
@@ -126,10 +132,11 @@ def plan_attend(
 
     Splits that a row is too short for cost little, but not nothing: give graphs for short rows a
     plan of their own.
-    `ValueError` if `why_not_attend` has a reason.
+    `ValueError` if `why_not_attend` has a reason, or for more than `MOST_QUERIES`.
     """
     if reason := why_not_attend(H, Hkv, D):
         raise ValueError(reason)
+    _check_queries(queries)
     sharing = H // Hkv
     heads = _heads_of_block(sharing)
     blocks = B * Hkv * -(-sharing // heads)
@@ -147,8 +154,9 @@ def plan_alike(
 ) -> AttendPlan:
     """As `plan_attend`, but a token's result has the same bits for any `B`, `queries` and
     `max_positions`: the splits are those of one row of up to `longest` positions, but for those
-    that no row uses."""
+    that no row uses. Blocks may have fewer heads, which changes no bit."""
     alone = plan_attend(1, H, Hkv, D, longest, num_sms)
+    _check_queries(queries)
     useful = _useful_splits(D, max_positions, alone.num_warps, _ALIKE_BATCHES)
     splits = min(alone.splits, useful)
     fine = (

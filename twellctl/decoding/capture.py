@@ -1,11 +1,11 @@
 """CUDA graphs of the engine's passes."""
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from twellctl.here.captures import without_collection
 
 
 def captured(run: Callable[[], None], memory: Any, device: torch.device) -> "torch.cuda.CUDAGraph":
@@ -20,16 +20,3 @@ def captured(run: Callable[[], None], memory: Any, device: torch.device) -> "tor
     with without_collection(), torch.cuda.graph(graph, memory, stream, **how):
         run()
     return graph
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """No garbage collection meanwhile: it may free what engines of before have left, their graphs
-    and kernels, and a capture does not outlive that."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -1,5 +1,5 @@
-"""A decoder over our own kernels, for Llama and its kin (families.py) on an NVIDIA GPU: in bf16, or
-with linear layers whose weights are rounded (twell_weights.py).
+"""A decoder over our own kernels, for Llama and its kin (models/families.py) on an NVIDIA GPU: in
+bf16, or with linear layers whose weights are rounded (twell_weights.py).
 
 A step is a chain of launches, each of which may start before the one in front has ended
 (kernels/ptx/pdl.cuh): the embedding, with the first norm; of each layer
@@ -164,7 +164,8 @@ class KernelDecoder:
         return self._states
 
     def _tell(self, states: Tensor, layer: int | None = None, wanted: Tensor | None = None) -> None:
-        """States `[n, K]`, those `wanted`, behind a lower `layer`, or behind all and normalised."""
+        """Keep `states` `[n, K]`: the output of `layer`; None: the normalised ones behind the last.
+        `wanted`: the places of those that get logits; None: all."""
         if self._states is None or (layer is not None and layer not in self._lower):
             return
         K = states.shape[1]

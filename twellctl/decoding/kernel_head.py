@@ -9,6 +9,8 @@ A draft is a chain of launches, five where `step` takes the layer (whole_step.py
     join_norms -> few_linear (join) -> step -> few_linear (its rows of the model's head) -> choose
 
 Elsewhere the layer goes one kernel after the other (layer_pass.py). The last one is step_end.py's.
+Before the first draft of a round, what the model has made of all tokens of the round before is
+merged, though one of them is used: which one, join_norms finds out.
 """
 
 from collections.abc import Callable
@@ -63,7 +65,7 @@ class KernelHead:
         self._norms_joined, self._norm = torch.stack([*map(on, joined)]), on(head.norm.weight)
         self._join = _weight(on(head.join.weight))
         self._norms_lower = [on(norm.weight) for norm in head.norms_lower]
-        self._merge = _weight(on(head.merge.weight)) if head.sizes.lower else None
+        self._merge = None if head.merge is None else _weight(on(head.merge.weight))
         sizes = step_sizes(head.sizes, len(rows), limits)
         self._layer = _layer_of(head, last, None if sizes is None else sizes.kind)
         self._in_one: WholeStep | None = None
@@ -111,7 +113,8 @@ class KernelHead:
         if self._merge is None:
             return states
         states = states.clone()
-        for weight, part in zip(self._norms_lower, states.split(len(self._norm), 1), strict=False):
+        *lower, _ = states.split(len(self._norm), 1)
+        for weight, part in zip(self._norms_lower, lower, strict=True):
             rms_norm(self._kernels, part, weight, self._eps, out=part)
         return linear(self._kernels, self._limits, states, self._merge, overlap=True)
 

@@ -20,6 +20,7 @@ from twellctl.bundle.twell_choice import (
     measured_plan,
 )
 from twellctl.bundle.twell_spec import PAGE
+from twellctl.here.captures import without_collection
 
 logger = logging.getLogger(__name__)
 Pass = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # as of KernelDecoder.ways
@@ -102,7 +103,8 @@ def capture_in(pool: object) -> Callable[[Callable[[], object]], Callable[[], ob
     def captured(run: Callable[[], object]) -> Callable[[], object]:
         run()  # loads what it needs
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+        how = {"capture_error_mode": "thread_local"}
+        with without_collection(), torch.cuda.graph(graph, pool, stream, **how):
             run()
         return graph.replay
 

@@ -40,7 +40,7 @@ class TorchHead:
     ) -> None:
         self._seen = _Seen(self._keys, self._values, tables[0], position, count)
         before = (read == position - 1).int().argmax(0, keepdim=True)
-        self.states = states.index_select(0, before)  # the head merges what is of lower layers
+        self.states = self._head.merged(states.index_select(0, before))
 
     def __call__(self, number: int, token: Tensor, position: Tensor) -> Tensor:
         angles = self._cos[position], self._sin[position]

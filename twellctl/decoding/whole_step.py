@@ -93,7 +93,8 @@ class WholeStep:
     """For steps of one row that follow one another. It reads the weights where they lie.
 
     `layers` have W_down by rows of neurons, Llama's norms and the same window; `rotary` turns whole
-    heads; in memory more rows follow those of `head`, up to a multiple of STEP_QUAD.
+    heads; in memory more rows follow those of `head`, up to a multiple of STEP_QUAD, but where
+    `states` alone is called, which reads no head.
 
     Over int4 the kernel reads the head in 8 bits, `rough`, or none at all: exact logits are a
     product of their own (few_linear), and where the choice alone must be exact, so are the logits

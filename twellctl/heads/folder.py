@@ -106,11 +106,14 @@ def load_head(folder: HeadFolder, model: "PreTrainedModel", original: str) -> "D
     norm = norm_of(model)
     if norm is None or folder.facts.get("norm") != norm:
         raise TwellError(f"{folder.name} was trained for another model than {original}")
+    num_layers = model.config.num_hidden_layers
     try:
         with torch.device("meta"):  # else random weights are drawn, for seconds
             sizes = folder.facts["sizes"]
-            sizes |= {"lower": tuple(sizes.get("lower", ()))}
-            head = DraftHead(HeadSizes(**sizes))
+            lower = tuple(sizes.get("lower", ()))  # heads of before read none
+            if not all(type(layer) is int and 0 <= layer < num_layers for layer in lower):
+                raise TypeError(f"it reads layers {lower} of {num_layers}")
+            head = DraftHead(HeadSizes(**sizes | {"lower": lower}))
         head = head.to(model.dtype).to_empty(device="cpu")
         head.load_state_dict(load_file(folder.path / WEIGHTS))
     except (TypeError, RuntimeError, OSError, SafetensorError) as error:

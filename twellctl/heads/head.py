@@ -51,7 +51,7 @@ class DraftHead(nn.Module):
         norm = nn.RMSNorm
         self.norms_lower = nn.ModuleList(norm(K, sizes.eps) for _ in sizes.lower)
         width = K * (1 + len(sizes.lower))
-        self.merge = nn.Linear(width, K, bias=False) if sizes.lower else nn.Identity()
+        self.merge = nn.Linear(width, K, bias=False) if sizes.lower else None
         self.norm_embedding, self.norm_state = norm(K, sizes.eps), norm(K, sizes.eps)
         self.join = nn.Linear(2 * K, K, bias=False)
         self.norm_attention, self.norm_ffn = norm(K, sizes.eps), norm(K, sizes.eps)
@@ -93,6 +93,8 @@ class DraftHead(nn.Module):
 
     def merged(self, states: Tensor) -> Tensor:
         """`[.., K]` of what the model has made, `[.., (1 + n) K]`."""
+        if self.merge is None:
+            return states
         *lower, last = states.split(self.sizes.K, -1)
         normed = [norm(part) for norm, part in zip(self.norms_lower, lower, strict=True)]
         return self.merge(torch.cat((*normed, last), -1))

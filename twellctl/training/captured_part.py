@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from twellctl.here.captures import without_collection
+
 
 class CapturedPart:
     """`run(ids)` recorded, for ids `[B, L]` of one shape, one of `num_parts` parts of a step.
@@ -31,7 +33,8 @@ class CapturedPart:
         self._trained = [p for p in parameters if p.grad is not None]
         self._gradients = [p.grad for p in self._trained]
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        how = {"capture_error_mode": "thread_local"}
+        with without_collection(), torch.cuda.graph(self._graph, **how):
             self._found = run(self._ids)
 
     def takes(self, ids: Tensor, num_parts: int) -> bool:

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from twellctl.decoding.capture import without_collection
+from twellctl.here.captures import without_collection
 
 
 @pytest.fixture
