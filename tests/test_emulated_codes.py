@@ -58,6 +58,9 @@ def test_down_by_neurons(N, stored, group):
     check_down(EmulatedKernels(), N, stored, group)
 
 
+@pytest.mark.skipif(
+    not EVERY_CASE, reason="takes long, and tests/gpu runs it: TWELL_TEST_EVERY_CASE"
+)
 @torch.inference_mode()
 def test_a_decoder_over_codes_alone(monkeypatch):
     """Its step says what the model's own forward says over weights that are expanded."""

@@ -75,6 +75,9 @@ def test_a_token_has_the_same_bits_in_any_pass(model):
         assert torch.equal(logits_of(some, count), alone[some, :count]), (some, count)
 
 
+@pytest.mark.skipif(
+    not EVERY_CASE, reason="takes long, and tests/gpu runs it: TWELL_TEST_EVERY_CASE"
+)
 def test_tokens_are_those_of_the_model_alone(model):
     sampling, draft = Sampling(8, 0.7, seed=2), like_a_fit(model)
     stable = open_scheduler(model, stable=True)
