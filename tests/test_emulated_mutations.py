@@ -1,6 +1,7 @@
 """The emulator finds mistakes: kernels with one each fail, as they are they pass.
 
-With TWELL_TEST_EVERY_CASE in the environment also those that are like another one, or take long.
+With TWELL_TEST_EVERY_CASE in the environment also those that are like another one, or take long;
+without it every second one.
 """
 
 from collections import ChainMap

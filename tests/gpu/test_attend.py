@@ -1,15 +1,16 @@
-"""`attend` and the norms by themselves: against float64, and against transformers' own layers."""
+"""`attend` by itself: against float64, and against transformers' own layers."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from bf16_rows import EPS, close, drawn_rows, norm
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, LlamaConfig, Qwen3Config
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3 import modeling_qwen3
 
 from twellctl.bundle.twell_spec import HEADS_A_BLOCK, PAGE
@@ -22,14 +23,12 @@ from twellctl.decoding.attention import (
     plan_attend,
     rotary_tables,
 )
-from twellctl.decoding.norms import add_norm, embed_norm, join_norms, rms_norm
 from twellctl.decoding.paged_cache import cache_argument
 from twellctl.decoding.pages import pages_for
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 NAN = float("nan")
-EPS = 1e-5
 # H, Hkv, D: alone and shared by 2, 3, 4, 7 (two blocks, one not full); all head sizes
 HEADS = [(3, 3, 64), (4, 2, 64), (6, 2, 64), (8, 2, 128), (7, 1, 64), (2, 2, 96), (3, 1, 96)]
 HEADS += [(2, 2, 256), (4, 2, 256), (3, 1, 256), (4, 1, 80)]
@@ -39,9 +38,8 @@ SHORT = [0, 1, 15, 31, 32, 63, 64, 65]
 LONG = [700, 127, 0, 1023, 128]
 
 
-def random_bf16(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
-    return made.bfloat16().to(DEVICE)
+def random_bf16(*shape: int, **how: float) -> Tensor:
+    return drawn_rows(*shape, device=DEVICE, **how)
 
 
 class Pages:
@@ -112,13 +110,6 @@ def new_heads(qkv: Tensor, rotary, pages: Pages, layer: AttendLayer, H: int, Hkv
     return q, k, v
 
 
-def norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
-    layer = LlamaRMSNorm(len(weight), eps).to(DEVICE)
-    layer.weight.data = weight
-    with torch.no_grad():
-        return layer(x)
-
-
 def wanted_rows(pages: Pages, q: Tensor, layer: AttendLayer) -> Tensor:
     """softmax(q K^T scale) V in float64, of each row's own length: `[B, H D]`."""
     rows = []
@@ -132,13 +123,6 @@ def wanted_rows(pages: Pages, q: Tensor, layer: AttendLayer) -> Tensor:
             scores = layer.cap * (scores / layer.cap).tanh()
         rows.append(torch.einsum("gsp,gpd->gsd", scores.softmax(-1), v).flatten())
     return torch.stack(rows)
-
-
-def close(found: Tensor, wanted: Tensor, steps: float = 1.0, atol: float | None = None) -> None:
-    """Within so many roundings of bf16, and of float32 sums of numbers near 1, or `atol`."""
-    torch.testing.assert_close(
-        found.double(), wanted.double(), rtol=steps * 2**-8, atol=atol or 2e-5 * steps
-    )
 
 
 def check_attend(
@@ -411,83 +395,3 @@ def test_as_transformers(kernels, family, length):
     close(values, cache.layers[0].values[0], 2)
     largest = wanted.abs().max().item()  # theirs rounds probabilities, too
     torch.testing.assert_close(found, wanted[0], rtol=2**-6, atol=2**-9 * largest)
-
-
-@pytest.mark.parametrize("B", [1, 5])
-@pytest.mark.parametrize("K", [8, 64, 264, 2048, 4096, 8200, 16384])
-def test_norms(kernels, B, K):
-    x = random_bf16(B, K, seed=1, scale=3.0)
-    weight = 1 + random_bf16(K, seed=3, scale=0.2)
-    found = rms_norm(kernels, x, weight, EPS)
-    close(found, norm(x, weight), 2)
-    share = (found == norm(x, weight)).float().mean()  # the sum's order may move a rounding
-    assert share > 0.99
-
-
-@pytest.mark.parametrize("K", [64, 2048, 8200])
-def test_a_norm_that_is_added(kernels, K):
-    z, x = random_bf16(2, 5, K, seed=1)
-    weights = [1 + random_bf16(K, seed=seed, scale=0.2) for seed in (3, 4)]
-    total, y = add_norm(kernels, z, weights[0], x, weights[1], EPS)
-    assert torch.equal(total, x + rms_norm(kernels, z, weights[0], EPS))
-    assert torch.equal(y, rms_norm(kernels, total, weights[1], EPS))
-    alone, same = add_norm(kernels, z, weights[0], x, None, EPS)
-    assert alone is same
-    assert torch.equal(alone, total)
-
-
-def test_a_norm_of_a_part_of_rows(kernels):
-    x, weight = random_bf16(5, 704, seed=1), 1 + random_bf16(256, seed=3, scale=0.2)
-    wanted = x.clone()
-    wanted[:, 200:456] = rms_norm(kernels, x[:, 200:456].contiguous(), weight, EPS)
-    part = x[:, 200:456]
-    rms_norm(kernels, part, weight, EPS, out=part)
-    assert torch.equal(x, wanted)
-
-
-@pytest.mark.parametrize("K", [64, 2048, 8200])
-def test_embeddings_and_their_norm(kernels, K):
-    table, weight = random_bf16(11, K, seed=1), 1 + random_bf16(K, seed=3, scale=0.2)
-    tokens = torch.tensor([3, 10, 0, 3], dtype=torch.int32, device=DEVICE)
-    counts = torch.full((3, 700), 9, dtype=torch.int32, device=DEVICE)
-    x, y = embed_norm(kernels, tokens, table, weight, EPS, counts)
-    assert torch.equal(x, table[tokens.long()])
-    assert torch.equal(y, rms_norm(kernels, x, weight, EPS))
-    assert not counts.any()
-    x, y = embed_norm(kernels, tokens, table, weight, EPS, scale=54.5)
-    assert torch.equal(x, table[tokens.long()] * 54.5)
-    assert torch.equal(y, rms_norm(kernels, x, weight, EPS))
-
-
-@pytest.mark.parametrize("K", [64, 2048, 8200])
-def test_norms_that_are_joined(kernels, K):
-    table, x = random_bf16(11, K, seed=1), random_bf16(1, K, seed=2)
-    weights = 1 + random_bf16(2, K, seed=3, scale=0.2)
-    token = torch.tensor([10], dtype=torch.int32, device=DEVICE)
-    made = join_norms(kernels, token, table, x, weights, EPS)
-    each = [rms_norm(kernels, *of, EPS) for of in zip((table[10:], x), weights, strict=True)]
-    assert torch.equal(made, torch.cat(each, 1))
-
-
-@pytest.mark.parametrize("num_states", [1, 16, 32])
-def test_a_state_that_is_found_by_its_position(kernels, num_states):
-    """The first one of several; the first of all if there is none."""
-    table, states = random_bf16(11, 512, seed=1), random_bf16(num_states, 512, seed=2)
-    weights = 1 + random_bf16(2, 512, seed=3, scale=0.2)
-    token = torch.tensor([4], dtype=torch.int32, device=DEVICE)
-    read = torch.arange(100, 100 + num_states, dtype=torch.int32, device=DEVICE)
-    read[num_states // 2 :] = 100 + num_states // 2
-    for at, place in ((100, 0), (100 + num_states // 2, num_states // 2), (7, 0)):
-        position = torch.tensor([at + 1], dtype=torch.int32, device=DEVICE)
-        given = kernels, token, table, states, weights, EPS
-        made = join_norms(*given, among=(read, position))
-        alone = join_norms(kernels, token, table, states[place : place + 1], weights, EPS)
-        assert torch.equal(made, alone)
-
-
-def test_norm_keeps_what_is_not_finite_in_its_row(kernels):
-    x, weight = random_bf16(3, 512, seed=1), torch.ones(512, dtype=torch.bfloat16, device=DEVICE)
-    x[1, 7] = NAN
-    found = rms_norm(kernels, x, weight, EPS)
-    assert found[1].isnan().all()
-    assert found[[0, 2]].isfinite().all()

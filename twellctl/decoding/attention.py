@@ -32,7 +32,8 @@ MOST_QUERIES = spec.MOST_QUERIES
 
 
 def _check_queries(queries: int) -> None:
-    """Whose keys a launch may still wait for: attend_job.cuh, is_old."""
+    """`ValueError` for more than the kernel waits for: its is_old takes keys that are further back
+    for those of passes before (attend_job.cuh)."""
     if not 1 <= queries <= MOST_QUERIES:
         raise ValueError(f"a row has 1 to {MOST_QUERIES} new tokens in a launch, not {queries}")
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from twellctl.decoding.decoder import Decoder
+from twellctl.decoding.draft_end import DraftEnd
 from twellctl.decoding.drafted import MOST_DRAFTS
-from twellctl.decoding.drafting import DraftEnd
 from twellctl.decoding.lookup import MOST_LOOKED_UP
 from twellctl.decoding.sampler import Field, Variant
 from twellctl.decoding.weighing import Weights

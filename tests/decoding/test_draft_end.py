@@ -8,7 +8,7 @@ import torch
 from played_kernels import Kernels
 from torch import Tensor
 
-from twellctl.decoding.drafting import DraftEnd
+from twellctl.decoding.draft_end import DraftEnd
 from twellctl.decoding.engine import Sampling
 from twellctl.decoding.sampler import Field, fields_of, variant_of
 from twellctl.decoding.weighing import Penalised, Weights
